@@ -1,0 +1,40 @@
+"""The `k3quant` command: one function a subcommand, no logic here."""
+
+from typing import Annotated
+
+import typer
+
+from k3quant import __version__
+from k3quant.cli.inspect import inspect
+from k3quant.cli.verify import verify
+
+app = typer.Typer(
+    name="k3quant",
+    help="Fetch, prove, relayout, requantize and measure Kimi-K3 checkpoints.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in (inspect, verify):
+    app.command()(command)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"k3quant {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Fetch, prove, relayout, requantize and measure Kimi-K3 checkpoints."""
+
+
+def main() -> None:
+    """Run the command line."""
+    app()

@@ -1,0 +1,1 @@
+"""Files on disk: headers, index, ranges, writers. No torch, no tensor names of a model."""

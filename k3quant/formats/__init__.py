@@ -1,0 +1,1 @@
+"""Number formats: encode, decode, error bounds. No tensor names, no input or output."""

@@ -1,0 +1,1 @@
+"""How each ecosystem spells a number format: names, shapes and config sections."""

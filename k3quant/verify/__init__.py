@@ -1,0 +1,1 @@
+"""Proving a checkpoint whole: structure, schema, hashes, values."""

@@ -1,0 +1,214 @@
+"""`verify`: which checks, in what order, one report."""
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+from k3quant.checkpoint.folder import Source
+from k3quant.checkpoint.header import Header, parse_json
+from k3quant.checkpoint.reader import CONFIG_FILE, read_json
+from k3quant.errors import K3QuantError
+from k3quant.manifest import SUMS_FILE, Manifest, parse_sums
+from k3quant.models.k3_config import K3Config
+from k3quant.models.k3_layout import ReleasedLayout
+from k3quant.progress import SILENT, Progress
+from k3quant.report import FaultClass, Finding, Report, finding_of
+from k3quant.verify.checks import padded_tensors, spans_of
+from k3quant.verify.quant_section import check_released_section
+from k3quant.verify.schema import check_schema, read_k3_config
+from k3quant.verify.stream import ShardPass, default_jobs, stream_shard
+from k3quant.verify.structure import Structure, check_against_manifest, check_structure
+
+
+class Level(IntEnum):
+    """How deep to look; each level includes the ones before it."""
+
+    HEADERS = 1
+    SCHEMA = 2
+    HASH = 3
+    VALUES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifySettings:
+    """Settings of one run.
+
+    Attributes:
+        level: How deep to look.
+        manifest: What the files must be; None takes a SHA256SUMS beside them, if there is one.
+        jobs: Shards read at once; None takes the processors.
+    """
+
+    level: Level = Level.VALUES
+    manifest: Manifest | None = None
+    jobs: int | None = None
+
+
+def verify(source: Source, settings: VerifySettings, progress: Progress = SILENT) -> Report:
+    """Check a checkpoint and report everything found.
+
+    Args:
+        source: Its files.
+        settings: What to check.
+        progress: Told the bytes read.
+    """
+    jobs = settings.jobs or default_jobs()
+    findings: list[Finding] = []
+    config: dict[str, Any] = {}
+    try:
+        config = read_json(source, CONFIG_FILE)
+    except K3QuantError as error:
+        findings.append(finding_of(error, subject=CONFIG_FILE, code="config"))
+    k3, config_findings = read_k3_config(config) if config else (None, [])
+    structure = check_structure(source, k3, jobs=jobs)
+    findings += structure.findings
+    manifest = settings.manifest or _beside(source, findings)
+    if manifest is not None:
+        findings += check_against_manifest(source, structure, manifest)
+    if settings.level >= Level.SCHEMA:
+        findings += config_findings
+        findings += _schema(config, k3, structure)
+    passes: list[ShardPass] = []
+    if settings.level >= Level.HASH:
+        passes = _stream(source, structure, k3, manifest, settings, jobs, progress)
+        findings += _after_pass(passes, manifest)
+        findings += _sidecars(source, structure, manifest, progress)
+    summary = _summary(source, structure, k3, manifest, settings, passes)
+    return Report(command="verify", findings=tuple(findings), summary=summary)
+
+
+def _schema(config: Mapping[str, Any], k3: K3Config | None, structure: Structure) -> list[Finding]:
+    if structure.predicted:
+        assert k3 is not None
+        # The files are the table; only the quantization section is left to compare with it.
+        return list(check_released_section(config, k3))
+    if not config:
+        return []
+    return check_schema(config, k3, structure.tensors(), lost=structure.lost_tensors())
+
+
+def _beside(source: Source, findings: list[Finding]) -> Manifest | None:
+    info = source.files.get(SUMS_FILE)
+    if info is None:
+        return None
+    try:
+        text = source.read(SUMS_FILE, 0, info.size).decode("utf-8", "replace")
+        return parse_sums(text, SUMS_FILE)
+    except K3QuantError as error:
+        findings.append(finding_of(error, subject=SUMS_FILE, code="manifest"))
+        return None
+
+
+def _headers(source: Source, structure: Structure, k3: K3Config | None) -> Mapping[str, Header]:
+    """Return the headers of all shards, made from the table where that is all they hold."""
+    if not structure.predicted:
+        return structure.headers
+    assert k3 is not None
+    headers: dict[str, Header] = {}
+    for shard in ReleasedLayout(k3, k3.packed_experts).shards():
+        tensors, metadata = parse_json(shard.header[8:])
+        headers[shard.name] = Header(
+            file=shard.name,
+            file_bytes=source.files[shard.name].size,
+            json_bytes=len(shard.header) - 8,
+            metadata=metadata,
+            tensors=tensors,
+        )
+    return headers
+
+
+def _stream(
+    source: Source,
+    structure: Structure,
+    k3: K3Config | None,
+    manifest: Manifest | None,
+    settings: VerifySettings,
+    jobs: int,
+    progress: Progress,
+) -> list[ShardPass]:
+    headers = _headers(source, structure, k3)
+    look = settings.level >= Level.VALUES
+    files = [f for f in structure.shards if f in source.files and source.files[f].regular]
+    # Without a digest to compare and without values to check there is nothing to read for.
+    hashed = {f for f in files if manifest and (r := manifest.files.get(f)) and r.sha256}
+    files = [file for file in files if file in hashed or (look and file in headers)]
+    progress.start("verify", sum(source.files[file].size for file in files), "B")
+    padded = padded_tensors(k3) if k3 is not None and look else {}
+    # Overlapping or misplaced ranges have no values of their own to check.
+    broken = {finding.subject for finding in structure.findings}
+
+    def run(file: str) -> ShardPass:
+        progress.note(file)
+        sound = look and file in headers and file not in broken
+        spans = spans_of(headers[file], padded) if sound else []
+        return stream_shard(
+            source, file, spans=spans, hashed=file in hashed, advance=progress.advance
+        )
+
+    largest_first = sorted(files, key=lambda file: -source.files[file].size)
+    with ThreadPoolExecutor(jobs) as pool:
+        return sorted(pool.map(run, largest_first), key=lambda shard: shard.file)
+
+
+def _after_pass(passes: list[ShardPass], manifest: Manifest | None) -> list[Finding]:
+    findings: list[Finding] = []
+    for shard in passes:
+        findings += shard.findings
+        record = manifest.files.get(shard.file) if manifest else None
+        if record and record.sha256 and shard.sha256 and shard.sha256 != record.sha256:
+            findings.append(_wrong_hash(shard.file, record.sha256, shard.sha256))
+    return findings
+
+
+def _sidecars(
+    source: Source, structure: Structure, manifest: Manifest | None, progress: Progress
+) -> list[Finding]:
+    findings: list[Finding] = []
+    for file, record in sorted(manifest.files.items()) if manifest else []:
+        known = file in source.files and file not in structure.shards
+        if known and record.sha256 and source.files[file].regular:
+            shard = stream_shard(source, file, spans=[], hashed=True, advance=progress.advance)
+            findings += shard.findings
+            if shard.sha256 and shard.sha256 != record.sha256:
+                findings.append(_wrong_hash(file, record.sha256, shard.sha256))
+    return findings
+
+
+def _wrong_hash(file: str, expected: str, got: str) -> Finding:
+    return Finding(
+        code="hash",
+        fault=FaultClass.HASH,
+        subject=file,
+        message=f"{file}: expected sha256 {expected}, got {got}",
+        expected=expected,
+        got=got,
+        hint="the bytes are not the recorded ones; fetch this file again",
+    )
+
+
+def _summary(
+    source: Source,
+    structure: Structure,
+    k3: K3Config | None,
+    manifest: Manifest | None,
+    settings: VerifySettings,
+    passes: list[ShardPass],
+) -> dict[str, Any]:
+    present = [file for file in structure.shards if file in source.files]
+    num_tensors = sum(len(structure.headers[f].tensors) for f in present if f in structure.headers)
+    if structure.predicted and k3 is not None:
+        layout = ReleasedLayout(k3, k3.packed_experts)
+        num_tensors = sum(shard.num_tensors for shard in layout.shards())
+    return {
+        "path": source.label,
+        "level": settings.level.name.lower(),
+        "manifest": manifest.name if manifest else None,
+        "shards": len(structure.shards),
+        "shards_present": len(present),
+        "tensors": num_tensors,
+        "file_bytes": sum(source.files[file].size for file in present),
+        "layout": "released" if structure.predicted else "other",
+        "hashed": sum(shard.sha256 is not None for shard in passes),
+    }

@@ -1,0 +1,124 @@
+"""One pass over a shard's bytes, shared by its digest and its values."""
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from k3quant.checkpoint.folder import Source
+from k3quant.errors import IncompleteError, K3QuantError
+from k3quant.report import Finding, finding_of
+from k3quant.verify.values import Bytes, TensorValues, ValueCheck
+
+CHUNK_BYTES = 4 << 20
+
+
+class Span(NamedTuple):
+    """A tensor's bytes in its file, and what to check of them."""
+
+    begin: int
+    end: int
+    check: ValueCheck
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardPass:
+    """What one pass found: the file's digest (None where the read failed) and bad values."""
+
+    file: str
+    sha256: str | None
+    findings: tuple[Finding, ...]
+
+
+def stream_shard(
+    source: Source,
+    file: str,
+    *,
+    spans: Sequence[Span],
+    hashed: bool,
+    advance: Callable[[int], None],
+) -> ShardPass:
+    """Read a file once from start to end.
+
+    Args:
+        source: The checkpoint's files.
+        file: The file.
+        spans: Tensors to check, ordered by `begin`; they do not overlap.
+        hashed: Whether to compute its sha256.
+        advance: Told the bytes of each piece.
+
+    Returns:
+        Digest and findings; a failed or short read is a finding, never an exception.
+    """
+    size = source.files[file].size
+    digest = hashlib.sha256() if hashed else None
+    reader = _SpanReader(spans)
+    buffer = np.empty(min(CHUNK_BYTES, max(size, 1)), dtype=np.uint8)
+    offset = 0
+    try:
+        while offset < size:
+            piece = buffer[: min(CHUNK_BYTES, size - offset)]
+            source.read_into(file, offset, memoryview(piece.data))
+            if digest is not None:
+                digest.update(piece.data)
+            reader.add(offset, piece)
+            offset += piece.size
+            advance(piece.size)
+    except IncompleteError as error:
+        return _failed(file, error, "short-read")
+    except K3QuantError as error:
+        return _failed(file, error, "read")
+    return ShardPass(
+        file=file,
+        sha256=digest.hexdigest() if digest is not None else None,
+        findings=tuple(reader.findings),
+    )
+
+
+class _SpanReader:
+    """Cuts a file's pieces at tensor borders and hands whole elements on."""
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        self._spans = spans
+        self._next = 0
+        self._values: TensorValues | None = None
+        self._rest: Bytes | None = None
+        self.findings: list[Finding] = []
+
+    def add(self, start: int, piece: Bytes) -> None:
+        """Look at the bytes of a file from `start` on."""
+        end = start + piece.size
+        while self._next < len(self._spans):
+            span = self._spans[self._next]
+            if span.begin >= end:
+                return
+            if self._values is None:
+                self._values = TensorValues(span.check)
+            self._hand_on(piece[max(span.begin - start, 0) : span.end - start], span.end <= end)
+            if span.end > end:
+                return
+            self.findings += self._values.findings()
+            self._values, self._rest = None, None
+            self._next += 1
+
+    def _hand_on(self, part: Bytes, last: bool) -> None:
+        assert self._values is not None
+        if self._rest is not None:
+            part = np.concatenate([self._rest, part])
+            self._rest = None
+        whole = part.size if last else part.size // 8 * 8
+        if whole < part.size:  # an element may be cut here; eight bytes hold any
+            self._rest = part[whole:].copy()
+        self._values.add(part[:whole])
+
+
+def _failed(file: str, error: K3QuantError, code: str) -> ShardPass:
+    return ShardPass(file=file, sha256=None, findings=(finding_of(error, subject=file, code=code),))
+
+
+def default_jobs() -> int:
+    """Return the processors this process may use."""
+    return len(os.sched_getaffinity(0))
