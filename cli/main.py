@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from k3quant import __version__
+from k3quant.cli import manifest
 from k3quant.cli.inspect import inspect
 from k3quant.cli.verify import verify
 
@@ -18,6 +19,7 @@ app = typer.Typer(
 )
 for command in (inspect, verify):
     app.command()(command)
+app.add_typer(manifest.app)
 
 
 def _version(asked: bool) -> None:

@@ -17,10 +17,17 @@ from k3quant.errors import IncompleteError, K3QuantError, ResourceError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileInfo:
-    """One file of a checkpoint: its size, and whether it is a regular file."""
+    """One file of a checkpoint.
+
+    Attributes:
+        size: Bytes.
+        regular: Whether it is a regular file.
+        sha256: Digest that the place itself states, as a Hub listing does; None elsewhere.
+    """
 
     size: int
     regular: bool = True
+    sha256: str | None = None
 
 
 class Source(Protocol):

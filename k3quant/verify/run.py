@@ -1,12 +1,14 @@
 """`verify`: which checks, in what order, one report."""
 
+import hashlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import IntEnum
+from pathlib import Path
 from typing import Any
 
-from k3quant.checkpoint.folder import Source
+from k3quant.checkpoint.folder import LocalFolder, Source
 from k3quant.checkpoint.header import Header, parse_json
 from k3quant.checkpoint.reader import CONFIG_FILE, read_json
 from k3quant.errors import K3QuantError
@@ -14,12 +16,18 @@ from k3quant.manifest import SUMS_FILE, Manifest, parse_sums
 from k3quant.models.k3_config import K3Config
 from k3quant.models.k3_layout import ReleasedLayout
 from k3quant.progress import SILENT, Progress
-from k3quant.report import FaultClass, Finding, Report, finding_of
+from k3quant.report import Finding, Report, finding_of
 from k3quant.verify.checks import padded_tensors, spans_of
+from k3quant.verify.proven import Proof, ProvenFiles, stamp_of
 from k3quant.verify.quant_section import check_released_section
 from k3quant.verify.schema import check_schema, read_k3_config
-from k3quant.verify.stream import ShardPass, default_jobs, stream_shard
-from k3quant.verify.structure import Structure, check_against_manifest, check_structure
+from k3quant.verify.stream import ShardPass, StatsSink, default_jobs, stream_shard
+from k3quant.verify.structure import (
+    Structure,
+    check_against_manifest,
+    check_structure,
+    wrong_hash,
+)
 
 
 class Level(IntEnum):
@@ -39,11 +47,15 @@ class VerifySettings:
         level: How deep to look.
         manifest: What the files must be; None takes a SHA256SUMS beside them, if there is one.
         jobs: Shards read at once; None takes the processors.
+        stats: Given each tensor's statistics; every file is then read.
+        proven: Record of files that need not be read again, None to read everything.
     """
 
     level: Level = Level.VALUES
     manifest: Manifest | None = None
     jobs: int | None = None
+    stats: StatsSink | None = None
+    proven: ProvenFiles | None = None
 
 
 def verify(source: Source, settings: VerifySettings, progress: Progress = SILENT) -> Report:
@@ -136,20 +148,60 @@ def _stream(
     files = [file for file in files if file in hashed or (look and file in headers)]
     progress.start("verify", sum(source.files[file].size for file in files), "B")
     padded = padded_tensors(k3) if k3 is not None and look else {}
+    memory = _Memory(source, settings, padded)
     # Overlapping or misplaced ranges have no values of their own to check.
     broken = {finding.subject for finding in structure.findings}
 
     def run(file: str) -> ShardPass:
         progress.note(file)
         sound = look and file in headers and file not in broken
+        known = memory.recall(file, values=sound)
+        if known is not None:
+            progress.advance(source.files[file].size)
+            return known
         spans = spans_of(headers[file], padded) if sound else []
-        return stream_shard(
-            source, file, spans=spans, hashed=file in hashed, advance=progress.advance
+        before = memory.stamp(file)
+        found = stream_shard(
+            source,
+            file,
+            spans=spans,
+            hashed=file in hashed or before is not None,
+            advance=progress.advance,
+            stats=settings.stats,
         )
+        memory.keep(found, values=sound, before=before)
+        return found
 
     largest_first = sorted(files, key=lambda file: -source.files[file].size)
     with ThreadPoolExecutor(jobs) as pool:
         return sorted(pool.map(run, largest_first), key=lambda shard: shard.file)
+
+
+class _Memory:
+    """What the record of proven files knows of a local folder's shards."""
+
+    def __init__(self, source: Source, settings: VerifySettings, padded: Mapping[str, int]) -> None:
+        local = isinstance(source, LocalFolder) and settings.stats is None
+        self._proven = settings.proven if local else None
+        self._root = source.root if isinstance(source, LocalFolder) else Path()
+        # Values were checked by the shard's own header and by which tensors are padded.
+        self._rules = hashlib.sha256(repr(sorted(padded.items())).encode()).hexdigest()
+
+    def stamp(self, file: str) -> tuple[int, ...] | None:
+        return None if self._proven is None else stamp_of(self._root / file)
+
+    def recall(self, file: str, *, values: bool) -> ShardPass | None:
+        if self._proven is None:
+            return None
+        proof = self._proven.look_up(self._root / file)
+        if proof is None or (values and proof.values != self._rules):
+            return None
+        return ShardPass(file=file, sha256=proof.sha256, findings=(), remembered=True)
+
+    def keep(self, found: ShardPass, *, values: bool, before: tuple[int, ...] | None) -> None:
+        if self._proven is not None and found.sha256 is not None and not found.findings:
+            proof = Proof(sha256=found.sha256, values=self._rules if values else None)
+            self._proven.remember(self._root / found.file, proof, before)
 
 
 def _after_pass(passes: list[ShardPass], manifest: Manifest | None) -> list[Finding]:
@@ -158,7 +210,7 @@ def _after_pass(passes: list[ShardPass], manifest: Manifest | None) -> list[Find
         findings += shard.findings
         record = manifest.files.get(shard.file) if manifest else None
         if record and record.sha256 and shard.sha256 and shard.sha256 != record.sha256:
-            findings.append(_wrong_hash(shard.file, record.sha256, shard.sha256))
+            findings.append(wrong_hash(shard.file, record.sha256, shard.sha256))
     return findings
 
 
@@ -172,20 +224,8 @@ def _sidecars(
             shard = stream_shard(source, file, spans=[], hashed=True, advance=progress.advance)
             findings += shard.findings
             if shard.sha256 and shard.sha256 != record.sha256:
-                findings.append(_wrong_hash(file, record.sha256, shard.sha256))
+                findings.append(wrong_hash(file, record.sha256, shard.sha256))
     return findings
-
-
-def _wrong_hash(file: str, expected: str, got: str) -> Finding:
-    return Finding(
-        code="hash",
-        fault=FaultClass.HASH,
-        subject=file,
-        message=f"{file}: expected sha256 {expected}, got {got}",
-        expected=expected,
-        got=got,
-        hint="the bytes are not the recorded ones; fetch this file again",
-    )
 
 
 def _summary(
@@ -211,4 +251,5 @@ def _summary(
         "file_bytes": sum(source.files[file].size for file in present),
         "layout": "released" if structure.predicted else "other",
         "hashed": sum(shard.sha256 is not None for shard in passes),
+        "remembered": sum(shard.remembered for shard in passes),
     }

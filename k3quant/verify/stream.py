@@ -4,16 +4,20 @@ import hashlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from k3quant.checkpoint.folder import Source
 from k3quant.errors import IncompleteError, K3QuantError
 from k3quant.report import Finding, finding_of
+from k3quant.verify.stats import TensorStats
 from k3quant.verify.values import Bytes, TensorValues, ValueCheck
 
 CHUNK_BYTES = 4 << 20
+
+StatsSink = Callable[[str, dict[str, Any]], None]
+"""Receives a tensor's name and statistics; called from several threads."""
 
 
 class Span(NamedTuple):
@@ -26,11 +30,19 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardPass:
-    """What one pass found: the file's digest (None where the read failed) and bad values."""
+    """What one pass found.
+
+    Attributes:
+        file: The file.
+        sha256: Its digest, None where it was not asked for or the read failed.
+        findings: Bad values, or why the read failed.
+        remembered: Whether the record of proven files answered instead of a read.
+    """
 
     file: str
     sha256: str | None
     findings: tuple[Finding, ...]
+    remembered: bool = False
 
 
 def stream_shard(
@@ -40,6 +52,7 @@ def stream_shard(
     spans: Sequence[Span],
     hashed: bool,
     advance: Callable[[int], None],
+    stats: StatsSink | None = None,
 ) -> ShardPass:
     """Read a file once from start to end.
 
@@ -49,13 +62,14 @@ def stream_shard(
         spans: Tensors to check, ordered by `begin`; they do not overlap.
         hashed: Whether to compute its sha256.
         advance: Told the bytes of each piece.
+        stats: Given each tensor's name and statistics, where they are wanted.
 
     Returns:
         Digest and findings; a failed or short read is a finding, never an exception.
     """
     size = source.files[file].size
     digest = hashlib.sha256() if hashed else None
-    reader = _SpanReader(spans)
+    reader = _SpanReader(spans, stats)
     buffer = np.empty(min(CHUNK_BYTES, max(size, 1)), dtype=np.uint8)
     offset = 0
     try:
@@ -81,8 +95,10 @@ def stream_shard(
 class _SpanReader:
     """Cuts a file's pieces at tensor borders and hands whole elements on."""
 
-    def __init__(self, spans: Sequence[Span]) -> None:
+    def __init__(self, spans: Sequence[Span], sink: StatsSink | None) -> None:
         self._spans = spans
+        self._sink = sink
+        self._stats: TensorStats | None = None
         self._next = 0
         self._values: TensorValues | None = None
         self._rest: Bytes | None = None
@@ -97,10 +113,13 @@ class _SpanReader:
                 return
             if self._values is None:
                 self._values = TensorValues(span.check)
+                self._stats = TensorStats(span.check) if self._sink else None
             self._hand_on(piece[max(span.begin - start, 0) : span.end - start], span.end <= end)
             if span.end > end:
                 return
             self.findings += self._values.findings()
+            if self._sink is not None and self._stats is not None:
+                self._sink(span.check.name, self._stats.to_json())
             self._values, self._rest = None, None
             self._next += 1
 
@@ -113,6 +132,8 @@ class _SpanReader:
         if whole < part.size:  # an element may be cut here; eight bytes hold any
             self._rest = part[whole:].copy()
         self._values.add(part[:whole])
+        if self._stats is not None:
+            self._stats.add(part[:whole])
 
 
 def _failed(file: str, error: K3QuantError, code: str) -> ShardPass:

@@ -112,6 +112,8 @@ def check_against_manifest(
                 findings.append(_missing(file, record.bytes))
         elif record.bytes is not None and info.size != record.bytes and info.regular:
             findings.append(_wrong_size(file, record.bytes, info.size))
+        elif record.sha256 and info.sha256 and info.sha256 != record.sha256:
+            findings.append(wrong_hash(file, record.sha256, info.sha256))
         elif record.header_sha256 is not None and file in structure.header_sha256:
             got = structure.header_sha256[file]
             if got != record.header_sha256:
@@ -259,6 +261,19 @@ def _same_bytes(
 
 def _as(finding: Finding, severity: Severity) -> Finding:
     return finding if severity is Severity.ERROR else replace(finding, severity=severity)
+
+
+def wrong_hash(file: str, expected: str, got: str) -> Finding:
+    """Return the finding about a file whose digest is not the recorded one."""
+    return Finding(
+        code="hash",
+        fault=FaultClass.HASH,
+        subject=file,
+        message=f"{file}: expected sha256 {expected}, got {got}",
+        expected=expected,
+        got=got,
+        hint="the bytes are not the recorded ones; fetch this file again",
+    )
 
 
 def _missing(file: str, size: int | None) -> Finding:
