@@ -6,7 +6,12 @@ import typer
 
 from k3quant import __version__
 from k3quant.cli import manifest
+from k3quant.cli.convert import convert, requantize
+from k3quant.cli.demo import demo
+from k3quant.cli.download import download
+from k3quant.cli.eval import evaluate, trace
 from k3quant.cli.inspect import inspect
+from k3quant.cli.repack import repack, synth
 from k3quant.cli.verify import verify
 
 app = typer.Typer(
@@ -17,8 +22,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (inspect, verify):
+for command in (inspect, verify, download, repack, convert, requantize, trace, synth, demo):
     app.command()(command)
+app.command("eval")(evaluate)
 app.add_typer(manifest.app)
 
 

@@ -51,7 +51,7 @@ class Output:
             Exit: Always, with the report's exit code.
         """
         if self.json:
-            _write(json.dumps(report.to_json(), indent=1, ensure_ascii=False))
+            _write(report.encode().decode().rstrip())
             raise typer.Exit(int(report.exit_code))
         shown = [f for f in report.findings if not self.quiet or f.severity is Severity.ERROR]
         for finding in shown[:_SHOWN]:

@@ -17,6 +17,7 @@ from k3quant.errors import SchemaError, UsageError
 FORMAT = "k3quant-manifest"
 VERSION = 1
 SUMS_FILE = "SHA256SUMS"
+PROOF_FILE = "k3quant.proof.json"
 _SUM_LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
 
 
@@ -105,17 +106,29 @@ def load_manifest(place: str | Path) -> Manifest:
     return parse_manifest(text, path.name)
 
 
-def load_config(name: str) -> dict[str, Any]:
-    """Load the config that ships beside a built-in manifest.
+def load_config(place: str | Path) -> dict[str, Any]:
+    """Load a config by built-in name, the name `nano`, or the path of a config.json.
 
     Raises:
-        UsageError: There is no such name.
+        UsageError: There is no such name or file.
+        SchemaError: The file holds no JSON object.
     """
-    if name not in built_in_names():
-        names = ", ".join(built_in_names())
-        raise UsageError(f"profile {name}: expected a built-in name ({names}), got none such")
-    text = resources.files("k3quant.manifests").joinpath(f"{name}.config.json").read_text()
-    config: dict[str, Any] = json.loads(text)
+    if str(place) in built_in_names():
+        folder = resources.files("k3quant.manifests")
+        text = folder.joinpath(f"{place}.config.json").read_text()
+    elif str(place) == "nano":
+        text = resources.files("k3quant").joinpath("nano", "config.json").read_text()
+    elif Path(place).is_file():
+        text = Path(place).read_text(encoding="utf-8")
+    else:
+        names = ", ".join([*built_in_names(), "nano"])
+        raise UsageError(f"profile {place}: expected a config.json or a name ({names}), got none")
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise SchemaError(f"{place}: expected JSON, got {error}") from error
+    if not isinstance(config, dict):
+        raise SchemaError(f"{place}: expected an object, got {type(config).__name__}")
     return config
 
 
@@ -155,6 +168,24 @@ def parse_sums(text: str, where: str) -> Manifest:
         if match is None:
             raise SchemaError(f"{where}: expected digest and file on line {number}, got `{line}`")
         files[match[2]] = FileRecord(sha256=match[1])
+    return Manifest(name=where, files=files)
+
+
+def parse_proof(text: str, where: str) -> Manifest:
+    """Parse the digests of a conversion's proof.
+
+    Raises:
+        SchemaError: It is no proof.
+    """
+    try:
+        document = json.loads(text)
+        files = {
+            file: FileRecord(bytes=record["bytes"], sha256=record["sha256"])
+            for file, record in document["output"].items()
+        }
+        files["config.json"] = FileRecord(sha256=document["job"]["config_sha256"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SchemaError(f"{where}: expected a k3quant-proof, got {error!r}") from error
     return Manifest(name=where, files=files)
 
 

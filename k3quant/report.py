@@ -1,5 +1,6 @@
 """Findings and reports: what a check says, in one form for people, JSON and CI."""
 
+import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -110,6 +111,10 @@ class Report:
             "findings": [finding.to_json() for finding in self.findings],
             "summary": self.summary,
         }
+
+    def encode(self) -> bytes:
+        """Return the report as JSON, for its file."""
+        return (json.dumps(self.to_json(), indent=1, ensure_ascii=False) + "\n").encode()
 
 
 def exit_code_of(findings: Iterable[Finding]) -> ExitCode:

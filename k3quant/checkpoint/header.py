@@ -154,6 +154,7 @@ def encode_header(
     *,
     metadata: dict[str, str] | None = None,
     align: int = 8,
+    keep_order: bool = False,
 ) -> tuple[bytes, dict[str, HeaderEntry]]:
     """Lay tensors out as the format's own writer does and encode their header.
 
@@ -163,6 +164,7 @@ def encode_header(
         entries: Name, dtype and shape of each tensor.
         metadata: `__metadata__`; None writes no such key, as in the release.
         align: The data section starts at a multiple of this many bytes of the file.
+        keep_order: Lay tensors out in the given order instead.
 
     Returns:
         The eight length bytes with the padded JSON, and each tensor's place.
@@ -170,7 +172,9 @@ def encode_header(
     Raises:
         ValueError: Two tensors have one name.
     """
-    ordered = sorted(entries, key=lambda e: (-DTYPES[e[1]].rank, e[0].encode()))
+    ordered = list(entries)
+    if not keep_order:
+        ordered.sort(key=lambda e: (-DTYPES[e[1]].rank, e[0].encode()))
     placed: dict[str, HeaderEntry] = {}
     document: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     offset = 0

@@ -12,7 +12,7 @@ from k3quant.checkpoint.folder import LocalFolder, Source
 from k3quant.checkpoint.header import Header, parse_json
 from k3quant.checkpoint.reader import CONFIG_FILE, read_json
 from k3quant.errors import K3QuantError
-from k3quant.manifest import SUMS_FILE, Manifest, parse_sums
+from k3quant.manifest import PROOF_FILE, SUMS_FILE, Manifest, parse_proof, parse_sums
 from k3quant.models.k3_config import K3Config
 from k3quant.models.k3_layout import ReleasedLayout
 from k3quant.progress import SILENT, Progress
@@ -45,7 +45,7 @@ class VerifySettings:
 
     Attributes:
         level: How deep to look.
-        manifest: What the files must be; None takes a SHA256SUMS beside them, if there is one.
+        manifest: What the files must be; None takes the proof or SHA256SUMS beside them, if any.
         jobs: Shards read at once; None takes the processors.
         stats: Given each tensor's statistics; every file is then read.
         proven: Record of files that need not be read again, None to read everything.
@@ -102,15 +102,16 @@ def _schema(config: Mapping[str, Any], k3: K3Config | None, structure: Structure
 
 
 def _beside(source: Source, findings: list[Finding]) -> Manifest | None:
-    info = source.files.get(SUMS_FILE)
-    if info is None:
-        return None
-    try:
-        text = source.read(SUMS_FILE, 0, info.size).decode("utf-8", "replace")
-        return parse_sums(text, SUMS_FILE)
-    except K3QuantError as error:
-        findings.append(finding_of(error, subject=SUMS_FILE, code="manifest"))
-        return None
+    """Return the digests that lie beside the files: a conversion's proof, or a SHA256SUMS."""
+    for file, parse in ((PROOF_FILE, parse_proof), (SUMS_FILE, parse_sums)):
+        info = source.files.get(file)
+        if info is None:
+            continue
+        try:
+            return parse(source.read(file, 0, info.size).decode("utf-8", "replace"), file)
+        except K3QuantError as error:
+            findings.append(finding_of(error, subject=file, code="manifest"))
+    return None
 
 
 def _headers(source: Source, structure: Structure, k3: K3Config | None) -> Mapping[str, Header]:

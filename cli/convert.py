@@ -1,0 +1,195 @@
+"""`k3quant convert` and `k3quant requantize`: change precision, prove what that changed."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from k3quant.cli.options import DryRunOpt, JobsOpt, JsonOpt, OutOpt, QuietOpt
+from k3quant.cli.output import Output, session, table
+
+if TYPE_CHECKING:
+    from k3quant.checkpoint.reader import Checkpoint
+    from k3quant.convert.export_plan import ExportPlan
+
+SourceArg = Annotated[Path, typer.Argument(help="Checkpoint folder.")]
+LosslessOpt = Annotated[
+    bool, typer.Option("--require-lossless", help="Refuse (exit 9) a weight that would change.")
+]
+SkipOpt = Annotated[
+    list[str] | None,
+    typer.Option("--allow-skip", help="Leave out unknown tensors whose name this matches."),
+]
+HashOpt = Annotated[bool, typer.Option(help="State the sha256 of every source shard in the proof.")]
+Plan = Callable[["Checkpoint"], "ExportPlan"]
+
+
+def convert(
+    source: SourceArg,
+    out: OutOpt,
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to",
+            help="bf16, fp8-block, fp8-channel, mxfp8, mxfp4, nvfp4, int8, int4, gguf or mlx.",
+        ),
+    ],
+    scheme: Annotated[
+        str, typer.Option("--scheme", help="compressed-tensors or modelopt.")
+    ] = "compressed-tensors",
+    rounding: Annotated[
+        str, typer.Option("--scale-rule", help="E8M0 scale rule: floor, ceil, even or rceil.")
+    ] = "even",
+    group_size: Annotated[int, typer.Option("--group-size", help="INT4 group: 32 or 128.")] = 32,
+    float_type: Annotated[
+        str, typer.Option("--float-type", help="GGUF type of what is not packed: BF16 or F32.")
+    ] = "BF16",
+    max_file_size: Annotated[
+        str | None, typer.Option("--max-shard-size", help="Split GGUF or MLX files at this size.")
+    ] = None,
+    require_lossless: LosslessOpt = False,
+    allow_skip: SkipOpt = None,
+    source_hash: HashOpt = True,
+    dry_run: DryRunOpt = False,
+    jobs: JobsOpt = None,
+    json: JsonOpt = False,
+    quiet: QuietOpt = False,
+) -> None:
+    """Convert the routed experts to another format and keep everything else.
+
+    Example: k3quant convert ./kimi-k3 --out ./kimi-k3-nvfp4 --to nvfp4
+    """
+    with session("convert", json=json, quiet=quiet) as say:
+        from k3quant.errors import UsageError
+        from k3quant.formats.mx import ScaleRounding
+        from k3quant.sizes import parse_size
+
+        if rounding not in set(ScaleRounding):
+            raise UsageError(f"--scale-rule: expected floor, ceil, even or rceil, got `{rounding}`")
+        limit = parse_size(max_file_size) if max_file_size else None
+        parameters = {
+            "to": to, "scheme": scheme, "scale_rule": rounding, "group_size": group_size,
+            "float_type": float_type, "max_file_bytes": limit, "allow_skip": allow_skip or [],
+        }  # fmt: skip
+
+        def plan(checkpoint: "Checkpoint") -> "ExportPlan":
+            if to == "gguf":
+                from k3quant.schemes.gguf import plan_gguf
+
+                return plan_gguf(checkpoint, float_type=float_type, max_file_bytes=limit)
+            if to == "mlx":
+                from k3quant.schemes.mlx import plan_mlx
+
+                return plan_mlx(checkpoint, max_file_bytes=limit or 5_000_000_000)
+            from k3quant.convert.plan import plan_export
+            from k3quant.convert.recipe import recipe_for
+
+            recipe = recipe_for(
+                to, scheme=scheme, rounding=ScaleRounding(rounding), group_size=group_size
+            )
+            return plan_export(checkpoint, recipe, allow_skip=allow_skip or ())
+
+        _run(say, source, out, plan, parameters, dry_run=dry_run, jobs=jobs,
+             lossless=require_lossless, source_hash=source_hash)  # fmt: skip
+
+
+def requantize(
+    source: SourceArg,
+    out: OutOpt,
+    recipe: Annotated[str, typer.Option("--recipe", help="Recipe file (TOML) or built-in name.")],
+    scheme: Annotated[
+        str | None, typer.Option("--scheme", help="Spell it otherwise than the recipe says.")
+    ] = None,
+    require_lossless: LosslessOpt = False,
+    allow_skip: SkipOpt = None,
+    source_hash: HashOpt = True,
+    dry_run: DryRunOpt = False,
+    jobs: JobsOpt = None,
+    json: JsonOpt = False,
+    quiet: QuietOpt = False,
+) -> None:
+    """Convert by a recipe: ordered rules that give families, layers or patterns a format.
+
+    Example: k3quant requantize ./kimi-k3 --out ./mixed --recipe nvfp4-experts-fp8-attention
+    """
+    with session("requantize", json=json, quiet=quiet) as say:
+        from dataclasses import replace
+
+        from k3quant.convert.plan import plan_export
+        from k3quant.convert.recipe import load_recipe
+
+        rules = load_recipe(recipe)
+        if scheme is not None:
+            rules = replace(rules, scheme=scheme)
+        parameters = {
+            "recipe": repr(rules), "scheme": rules.scheme, "allow_skip": allow_skip or []
+        }  # fmt: skip
+        _run(
+            say,
+            source,
+            out,
+            lambda checkpoint: plan_export(checkpoint, rules, allow_skip=allow_skip or ()),
+            parameters,
+            dry_run=dry_run,
+            jobs=jobs,
+            lossless=require_lossless,
+            source_hash=source_hash,
+        )
+
+
+def _run(
+    say: Output,
+    source: Path,
+    out: Path,
+    make_plan: Plan,
+    parameters: dict[str, Any],
+    *,
+    dry_run: bool,
+    jobs: int | None,
+    lossless: bool,
+    source_hash: bool,
+) -> None:
+    from k3quant.checkpoint.reader import open_checkpoint
+    from k3quant.convert.dry_run import exactness, forecast
+    from k3quant.convert.run import ConvertSettings, run_convert
+    from k3quant.sizes import format_size
+
+    checkpoint = open_checkpoint(source)
+    plan = make_plan(checkpoint)
+    if dry_run:
+        found = forecast(plan, exactness(checkpoint, plan, say.progress()))
+        rows = [
+            [f["family"], f["target"], f"{f['tensors']:,}", format_size(f["source_bytes"]),
+             format_size(f["target_bytes"]), f["exact"]]
+            for f in found["families"]
+        ]  # fmt: skip
+        lines = table(["family", "format", "weights", "now", "then", "exact"], rows)
+        lines.append(f"{len(plan.files)} files, {format_size(found['target_bytes'])}")
+        say.done(found, lines)
+    settings = ConvertSettings(
+        parameters=parameters, require_lossless=lossless, jobs=jobs, hash_source=source_hash
+    )
+    result = run_convert(checkpoint, out, plan, settings, say.progress())
+    total = sum(file.size for file in result.files)
+    summary = {
+        "out": str(out),
+        "target": plan.target,
+        "scheme": plan.scheme,
+        "exact": result.exact,
+        "files": len(result.files),
+        "file_bytes": total,
+        "resumed": result.resumed,
+        "families": result.summary,
+        "skipped": len(plan.skipped),
+        "transforms": dict(plan.transforms),
+    }
+    rows = [
+        [key, f"{n['weights']:,}", f"{n['exact']:,}", f"{n['blocks_rescued']:,}",
+         f"{n['max_abs']:.3g}", "" if n["worst_sqnr_db"] is None else f"{n['worst_sqnr_db']:.1f}"]
+        for key, n in result.summary.items()
+    ]  # fmt: skip
+    lines = table(["weights", "count", "exact", "rescued", "largest error", "worst dB"], rows)
+    kept = "every value kept" if result.exact else "some values changed"
+    lines.append(f"{out}: {len(result.files)} files, {format_size(total)}, {kept}")
+    say.done(summary, lines)

@@ -1,0 +1,123 @@
+"""`k3quant eval` and `k3quant trace`: run the whole model, one layer in memory at a time."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from k3quant.cli.options import JsonOpt, OutOpt, QuietOpt
+from k3quant.cli.output import session
+
+CheckpointArg = Annotated[Path, typer.Argument(help="Checkpoint folder.")]
+DtypeOpt = Annotated[str, typer.Option("--dtype", help="float32 or bfloat16.")]
+DeviceOpt = Annotated[str, typer.Option("--device", help="cpu.")]
+
+
+def evaluate(
+    checkpoint: CheckpointArg,
+    text: Annotated[Path | None, typer.Option("--text", help="UTF-8 text to score.")] = None,
+    tokens: Annotated[
+        Path | None,
+        typer.Option("--tokens", help="Ids instead: safetensors, .npy or JSON lines."),
+    ] = None,
+    ctx: Annotated[int, typer.Option("--ctx", min=1, help="Ids a window reads.")] = 512,
+    stride: Annotated[
+        int | None, typer.Option("--stride", min=1, help="Ids between windows; default: --ctx.")
+    ] = None,
+    bos: Annotated[bool, typer.Option("--bos", help="Begin every window with BOS.")] = False,
+    dtype: DtypeOpt = "float32",
+    device: DeviceOpt = "cpu",
+    reference: Annotated[
+        Path | None,
+        typer.Option("--reference", help="Checkpoint to compare with: KL, agreement, error."),
+    ] = None,
+    ram: Annotated[str | None, typer.Option("--ram", help="Memory budget, such as 40GB.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Write the report to this file.")
+    ] = None,
+    json: JsonOpt = False,
+    quiet: QuietOpt = False,
+) -> None:
+    """Measure perplexity, and against a reference KL divergence and per-layer error.
+
+    Example: k3quant eval ./kimi-k3-nvfp4 --text eval.txt --reference ./kimi-k3
+    """
+    with session("eval", json=json, quiet=quiet) as say:
+        from k3quant.eval.perplexity import EvalSettings
+        from k3quant.eval.perplexity import evaluate as run
+        from k3quant.report import Report
+        from k3quant.sizes import format_size, parse_size
+
+        settings = EvalSettings(
+            ctx=ctx,
+            stride=stride,
+            bos=bos,
+            dtype=dtype,  # type: ignore[arg-type]  # the settings refuse other words
+            device=device,  # type: ignore[arg-type]
+            ram_bytes=parse_size(ram) if ram else None,
+        )
+        result = run(
+            checkpoint,
+            text=text,
+            tokens=tokens,
+            reference=reference,
+            settings=settings,
+            progress=say.progress(),
+        )
+        found = result.to_json()
+        report = Report(command="eval", summary=found)
+        if out is not None:
+            from k3quant.checkpoint.writer import atomic_write
+
+            atomic_write(out, report.encode())
+        lines = [
+            f"perplexity   {result.ppl:.4f}",
+            f"nll          {result.nll_mean:.6f} nats over {result.tokens_scored:,} tokens",
+            f"windows      {result.windows} of {ctx}, stride {settings.step}",
+            f"read         {format_size(result.bytes_read)} in {result.seconds:.1f} s",
+        ]
+        if result.divergence is not None:
+            kl = result.divergence
+            worst = max(kl.layers, key=lambda layer: layer.rel_error or 0.0)
+            router = "none" if kl.router_agreement is None else f"{kl.router_agreement:.4f}"
+            lines += [
+                f"KL           mean {kl.kld_mean:.3g}, p99 {kl.kld_p99:.3g} nats",
+                f"agreement    top-1 {kl.top1_agreement:.4f}, router {router}",
+                f"layers       worst {worst.layer}: relative error {worst.rel_error or 0.0:.3g}",
+            ]
+        say.report(report, lines)
+
+
+def trace(
+    checkpoint: CheckpointArg,
+    tokens: Annotated[
+        Path, typer.Option("--tokens", help="One list of ids: safetensors, .npy or JSON line.")
+    ],
+    out: OutOpt,
+    layers: Annotated[
+        str | None, typer.Option("--layers", help="Keep only these layers, such as 0-3.")
+    ] = None,
+    dtype: DtypeOpt = "float32",
+    device: DeviceOpt = "cpu",
+    json: JsonOpt = False,
+    quiet: QuietOpt = False,
+) -> None:
+    """Write the intermediate tensors of one prefill, for people who port the model.
+
+    Example: k3quant trace ./kimi-k3 --tokens prompt.npy --out trace.safetensors
+    """
+    with session("trace", json=json, quiet=quiet) as say:
+        from k3quant.cli.options import parse_range
+        from k3quant.eval.perplexity import EvalSettings
+        from k3quant.eval.trace import TraceSettings
+        from k3quant.eval.trace import trace as run
+        from k3quant.sizes import format_size
+
+        bounds = parse_range(layers, "--layers")
+        settings = TraceSettings(
+            layers=None if bounds is None else range(bounds[0], bounds[1] + 1),
+            evaluation=EvalSettings(dtype=dtype, device=device),  # type: ignore[arg-type]
+        )
+        written = run(checkpoint, tokens, out, settings=settings, progress=say.progress())
+        summary = {"out": str(out), "file_bytes": written.size, "sha256": written.sha256}
+        say.done(summary, [f"{out}: {format_size(written.size)}"])

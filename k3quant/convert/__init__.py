@@ -1,0 +1,1 @@
+"""Changing precision: planned from headers, streamed in units, proven by reading back."""

@@ -1,0 +1,224 @@
+"""One matrix into one format: arrays in, arrays out, and what was kept and lost.
+
+From MXFP4 the casts keep every value they can and count the rest; from floats the matrix is
+quantized, and the error is measured on what was encoded, decoded again.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from k3quant.convert.choice import GLOBAL, PACKED, SCALE, SHAPE, WEIGHT, Choice, Format
+from k3quant.formats.cast_counts import CastCounts
+from k3quant.formats.error import ErrorSum, WeightError
+from k3quant.formats.fast_fp8 import cast_to_fp8, cast_to_mxfp8
+from k3quant.formats.fast_mxfp4 import dequantize_to_bf16
+from k3quant.formats.fast_nvfp4 import cast_to_nvfp4
+from k3quant.formats.fp8_block import quantize_fp8_block
+from k3quant.formats.fp8_channel import quantize_fp8_channel
+from k3quant.formats.int4 import quantize_int4
+from k3quant.formats.int8_channel import quantize_int8_channel
+from k3quant.formats.mxfp4 import dequantize_mxfp4, quantize_mxfp4
+from k3quant.formats.mxfp8 import quantize_mxfp8
+from k3quant.formats.nvfp4 import (
+    GlobalConvention,
+    GlobalScale,
+    global_scale_of_exponent,
+    quantize_nvfp4,
+)
+from k3quant.schemes.decode import decode_matrix
+
+Bytes = npt.NDArray[np.uint8]
+Array = npt.NDArray[np.generic]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoded:
+    """A matrix, or some of its rows, in a format.
+
+    Attributes:
+        parts: Stored arrays by part; E4M3 as bytes, BF16 as its 16-bit patterns.
+        counts: Blocks kept and lost, for a cast from MXFP4.
+        error: How far values moved, where they may have.
+    """
+
+    parts: dict[str, Array]
+    counts: CastCounts | None = None
+    error: WeightError | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Whether every value is unchanged."""
+        if self.counts is not None and self.counts.lossless:
+            return True
+        return self.error is not None and self.error.exact
+
+
+@dataclass(slots=True)
+class Scratch:
+    """Buffers that one worker reuses: a new large array costs more than the cast that fills it."""
+
+    _buffers: dict[str, Array] = field(default_factory=dict)
+
+    def array(self, key: str, shape: tuple[int, ...], dtype: type[np.generic]) -> Array:
+        """Return an uninitialised array; its content lives until the key is asked for again."""
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        raw = self._buffers.get(key)
+        if raw is None or raw.nbytes < size:
+            raw = self._buffers[key] = np.empty(size, np.uint8)
+        return raw[:size].view(dtype).reshape(shape)
+
+
+def encode_from_mxfp4(
+    packed: Bytes, scale_e8m0: Bytes, choice: Choice, scratch: Scratch, *, exponent: int = 0
+) -> Encoded:
+    """Cast an MXFP4 matrix.
+
+    Args:
+        packed: `[rows, cols / 2]` uint8, low nibble first.
+        scale_e8m0: `[rows, cols / 32]` uint8.
+        choice: The format.
+        scratch: The worker's buffers; the result may live in them.
+        exponent: For NVFP4, the power of two of the tensor's scale.
+
+    Raises:
+        ValuesError: A scale is NaN, or a value overflows the format.
+    """
+    rows, cols = packed.shape[0], packed.shape[1] * 2
+    blocks = CastCounts(blocks=scale_e8m0.size, exact=scale_e8m0.size)
+    match choice.format:
+        case Format.KEEP | Format.MXFP4:
+            return Encoded(parts={PACKED: packed, SCALE: scale_e8m0}, counts=blocks)
+        case Format.BF16:
+            out = scratch.array("bf16", (rows, cols), np.uint16)
+            return Encoded(parts={WEIGHT: dequantize_to_bf16(packed, scale_e8m0, out=out)},  # type: ignore[arg-type]
+                           counts=blocks)  # fmt: skip
+        case Format.MXFP8:
+            out = scratch.array("fp8", (rows, cols), np.uint8)
+            codes = cast_to_mxfp8(packed, scale_e8m0, out=out)  # type: ignore[arg-type]
+            return Encoded(parts={WEIGHT: codes, SCALE: scale_e8m0}, counts=blocks)
+        case Format.NVFP4:
+            cast = cast_to_nvfp4(packed, scale_e8m0, exponent=exponent)
+            scale = global_scale_of_exponent(exponent, GlobalConvention.DIVISOR)
+            parts: dict[str, Array] = {
+                PACKED: cast.packed,
+                SCALE: cast.scale_e4m3,
+                GLOBAL: np.array([scale.value], np.float32),
+            }
+            return _measured(packed, scale_e8m0, choice, parts, cast.counts)
+        case Format.FP8_BLOCK | Format.FP8_CHANNEL:
+            shape = (128, 128) if choice.format is Format.FP8_BLOCK else (1, cols)
+            tiles = cast_to_fp8(packed, scale_e8m0, block_shape=shape)
+            parts = {WEIGHT: tiles.codes, SCALE: tiles.scale}
+            return _measured(packed, scale_e8m0, choice, parts, tiles.counts)
+        case Format.INT8 | Format.INT4:
+            values = dequantize_mxfp4(_tensor(packed), _tensor(scale_e8m0), dtype=torch.float32)
+            sums = ErrorSum()
+            return Encoded(parts=encode_floats(values, choice, sums), error=sums.result())
+
+
+def encode_floats(
+    values: Tensor, choice: Choice, sums: ErrorSum, *, global_scale: GlobalScale | None = None
+) -> dict[str, Array]:
+    """Quantize a float matrix, or some of its rows in whole tiles.
+
+    Args:
+        values: `[rows, cols]` floating.
+        choice: The format; not `KEEP`.
+        sums: Receives the error of what was encoded, decoded again.
+        global_scale: The tensor's scale, for NVFP4.
+
+    Returns:
+        Stored arrays by part.
+
+    Raises:
+        ValuesError: A value is NaN or infinite, or overflows the format.
+    """
+    parts = {p: _array(t) for p, t in _quantize(values, choice, global_scale).items()}
+    sums.add(values.float(), decode_parts(choice, parts, (values.shape[0], values.shape[1])))
+    return parts
+
+
+def storage_name(choice: Choice) -> str:
+    """Return the storage form of a format's parts."""
+    if choice.format is Format.INT4:
+        return f"int4-g{choice.group_size}"
+    return choice.format.value
+
+
+def _quantize(
+    values: Tensor, choice: Choice, global_scale: GlobalScale | None
+) -> dict[str, Tensor]:
+    match choice.format:
+        case Format.BF16:
+            return {WEIGHT: values.to(torch.bfloat16).view(torch.uint16)}
+        case Format.MXFP4:
+            return dict(zip((PACKED, SCALE), quantize_mxfp4(values, choice.rounding), strict=True))
+        case Format.MXFP8:
+            return dict(zip((WEIGHT, SCALE), quantize_mxfp8(values, choice.rounding), strict=True))
+        case Format.NVFP4:
+            assert global_scale is not None
+            packed, scale = quantize_nvfp4(values, global_scale)
+            return {PACKED: packed, SCALE: scale, GLOBAL: torch.tensor([global_scale.value])}
+        case Format.FP8_BLOCK:
+            return dict(zip((WEIGHT, SCALE), quantize_fp8_block(values), strict=True))
+        case Format.FP8_CHANNEL:
+            return dict(zip((WEIGHT, SCALE), quantize_fp8_channel(values), strict=True))
+        case Format.INT8:
+            return dict(zip((WEIGHT, SCALE), quantize_int8_channel(values), strict=True))
+        case Format.INT4:
+            words, scale = quantize_int4(
+                values, group_size=choice.group_size, scale_dtype=torch.bfloat16
+            )
+            return {
+                PACKED: words,
+                SCALE: scale.view(torch.uint16),
+                SHAPE: torch.tensor(values.shape),
+            }
+        case Format.KEEP:
+            raise ValueError("keep: expected a format that is encoded")
+
+
+def _measured(
+    packed: Bytes,
+    scale_e8m0: Bytes,
+    choice: Choice,
+    parts: dict[str, Array],
+    counts: CastCounts,
+) -> Encoded:
+    """Measure the error of a cast whose counts say that something was lost."""
+    if counts.lossless:
+        return Encoded(parts=parts, counts=counts)
+    values = dequantize_mxfp4(_tensor(packed), _tensor(scale_e8m0), dtype=torch.float32)
+    sums = ErrorSum()
+    sums.add(values, decode_parts(choice, parts, (values.shape[0], values.shape[1])))
+    return Encoded(parts=parts, counts=counts, error=sums.result())
+
+
+def decode_parts(choice: Choice, parts: dict[str, Array], shape: tuple[int, int]) -> Tensor:
+    """Decode encoded arrays to float32, as a reader of the file would.
+
+    Args:
+        choice: The format they are in.
+        parts: The arrays.
+        shape: Rows and columns.
+    """
+    if choice.format is Format.BF16:
+        return _tensor(parts[WEIGHT]).view(torch.bfloat16).float()
+    tensors = {part: _tensor(array) for part, array in parts.items()}
+    if choice.format is Format.INT4:
+        tensors[SCALE] = tensors[SCALE].view(torch.bfloat16)
+    return decode_matrix(storage_name(choice), tensors, shape)
+
+
+def _tensor(array: Array) -> Tensor:
+    # torch has no read-only tensors and warns of read-only arrays; nothing here writes to them.
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+def _array(tensor: Tensor) -> Array:
+    array: Array = tensor.contiguous().numpy()
+    return array

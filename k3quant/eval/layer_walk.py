@@ -1,0 +1,80 @@
+"""One walk through a checkpoint's layers, with the bytes that come next in flight."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from k3quant.errors import ValuesError
+from k3quant.eval.prefetch import Prefetch
+from k3quant.eval.stored import LayerUnit, Parts, StoredTensors
+from k3quant.eval.weights import decode_weight
+
+
+class LayerWalk:
+    """Gives the weights of one layer after the other; experts are decoded as they are asked for."""
+
+    def __init__(
+        self, stored: StoredTensors, *, dtype: torch.dtype, ahead_bytes: int, threads: int
+    ) -> None:
+        """Start reading.
+
+        Args:
+            stored: The tensors.
+            dtype: Dtype of the activations.
+            ahead_bytes: Bound of the bytes that are read but not yet taken.
+            threads: Reads at a time.
+        """
+        self._stored = stored
+        self._dtype = dtype
+        self._wanted: dict[int, frozenset[int]] = {}
+        layers = range(stored.config.num_hidden_layers)
+        self._queue: Prefetch[LayerUnit, Parts] = Prefetch(
+            (unit for layer in layers for unit in stored.layer_units(layer)),
+            stored.read_unit,
+            budget_bytes=ahead_bytes,
+            threads=threads,
+            wanted=self._is_wanted,
+        )
+
+    def __enter__(self) -> "LayerWalk":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._queue.close()
+
+    def layer(self, layer: int) -> Mapping[str, Tensor]:
+        """Return a layer's weights by role, without routed experts."""
+        specs = [spec for spec in self._stored.layer_specs(layer) if spec.expert is None]
+        weights: dict[str, Tensor] = {}
+        while len(weights) < len(specs):
+            weights |= self._take(layer, None)
+        return weights
+
+    def experts(self, layer: int, wanted: Sequence[int]) -> Iterator[Mapping[str, Tensor]]:
+        """Yield the weights of some routed experts, ascending; the others are no longer read."""
+        self._wanted[layer] = frozenset(wanted)
+        for expert in wanted:
+            yield self._take(layer, expert)
+
+    def _is_wanted(self, unit: LayerUnit) -> bool:
+        wanted = self._wanted.get(unit.layer)
+        return unit.expert is None or wanted is None or unit.expert in wanted
+
+    def _take(self, layer: int, expert: int | None) -> dict[str, Tensor]:
+        unit, parts = self._queue.take()
+        if (unit.layer, unit.expert) != (layer, expert):
+            raise ValueError(
+                f"walk: expected layers and experts in order, got {(layer, expert)} where "
+                f"{(unit.layer, unit.expert)} comes next"
+            )
+        # What the release stores in float32 the model computes with in float32.
+        exact = {spec.role for spec in unit.specs if spec.dtype == "F32"}
+        try:
+            return {
+                role: decode_weight(part, dtype=torch.float32 if role in exact else self._dtype)
+                for role, part in parts.items()
+            }
+        except ValuesError as error:
+            where = f"layer {layer}" if expert is None else f"layer {layer}, expert {expert}"
+            raise ValuesError(f"{where}: {error.message}", hint=error.hint) from error

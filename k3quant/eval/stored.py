@@ -1,0 +1,151 @@
+"""The language model's tensors in a checkpoint: proved against the table, read in units."""
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from k3quant.checkpoint.reader import Checkpoint
+from k3quant.errors import K3QuantError, SchemaError
+from k3quant.eval.weights import StoredPart
+from k3quant.models.k3_config import K3Config
+from k3quant.models.k3_tensors import (
+    TensorSpec,
+    accepted_dtypes,
+    accepted_shapes,
+    layer_tensors,
+    shard_tensors,
+)
+
+Parts = Mapping[str, Mapping[str, StoredPart]]
+"""Stored parts by role, then by part."""
+
+
+class LayerUnit(NamedTuple):
+    """What is read in one go: a tensor outside the experts, or a whole expert."""
+
+    layer: int
+    expert: int | None
+    specs: tuple[TensorSpec, ...]
+    num_bytes: int
+
+
+class StoredTensors:
+    """Reads tensors of the language model and counts the bytes; safe to use from any thread.
+
+    Attributes:
+        config: The checkpoint's config.
+        bytes_read: Bytes read so far.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, config: K3Config) -> None:
+        """Check the names, shapes and dtypes of the language model.
+
+        Raises:
+            SchemaError: A tensor is missing, or stored in another shape or dtype.
+        """
+        self.config = config
+        self.bytes_read = 0
+        self._checkpoint = checkpoint
+        self._lock = threading.Lock()
+        self._globals = {
+            spec.role: spec for spec in shard_tensors(config, config.num_hidden_layers + 1)
+        }
+        for layer in range(config.num_hidden_layers):
+            for spec in self.layer_specs(layer):
+                self._check(spec)
+        for spec in self._globals.values():
+            self._check(spec)
+
+    @property
+    def global_roles(self) -> tuple[str, ...]:
+        """Roles of the tensors outside the layers."""
+        return tuple(self._globals)
+
+    def global_name(self, role: str) -> str:
+        """Return the name of a tensor outside the layers."""
+        return self._globals[role].name
+
+    def layer_specs(self, layer: int) -> list[TensorSpec]:
+        """Return the tensors of a layer."""
+        return layer_tensors(self.config, layer, packed=self.config.packed_experts)
+
+    def layer_units(self, layer: int) -> Iterator[LayerUnit]:
+        """Yield what a layer reads: its own tensors, then its experts in ascending order."""
+        experts: dict[int, list[TensorSpec]] = {}
+        for spec in self.layer_specs(layer):
+            if spec.expert is None:
+                yield self._unit(layer, None, [spec])
+            else:
+                experts.setdefault(spec.expert, []).append(spec)
+        for expert in sorted(experts):
+            yield self._unit(layer, expert, experts[expert])
+
+    def read_unit(self, unit: LayerUnit) -> Parts:
+        """Read a unit's bytes.
+
+        Raises:
+            K3QuantError: The read failed; the message names layer and expert.
+        """
+        try:
+            return self._read(unit.specs)
+        except K3QuantError as error:
+            where = f"layer {unit.layer}"
+            if unit.expert is not None:
+                where += f", expert {unit.expert}"
+            raise type(error)(f"{where}: {error.message}", hint=error.hint) from error
+
+    def read_global(self, role: str) -> Mapping[str, StoredPart]:
+        """Read a tensor outside the layers."""
+        return self._read((self._globals[role],))[role]
+
+    def read_rows(self, role: str, first: int, last: int) -> Mapping[str, StoredPart]:
+        """Read the rows `first` to `last - 1` of a table outside the layers."""
+        spec = self._globals[role]
+        entry = self._checkpoint.entry(spec.name)
+        row_bytes = self.row_bytes(role)
+        data = self._read_bytes(spec.name, first * row_bytes, (last - first) * row_bytes)
+        return {
+            spec.part: StoredPart(spec.name, entry.dtype, (last - first, *entry.shape[1:]), data)
+        }
+
+    def row_bytes(self, role: str) -> int:
+        """Return the stored bytes of a row of a table outside the layers."""
+        entry = self._checkpoint.entry(self._globals[role].name)
+        return entry.length // entry.shape[0]
+
+    def _unit(self, layer: int, expert: int | None, specs: list[TensorSpec]) -> LayerUnit:
+        num_bytes = sum(self._checkpoint.entry(spec.name).length for spec in specs)
+        return LayerUnit(layer, expert, tuple(specs), num_bytes)
+
+    def _read(self, specs: Sequence[TensorSpec]) -> dict[str, dict[str, StoredPart]]:
+        parts: dict[str, dict[str, StoredPart]] = {}
+        for spec in specs:
+            entry = self._checkpoint.entry(spec.name)
+            data = self._read_bytes(spec.name, 0, entry.length)
+            part = StoredPart(spec.name, entry.dtype, entry.shape, data)
+            parts.setdefault(spec.role, {})[spec.part] = part
+        return parts
+
+    def _read_bytes(self, name: str, offset: int, length: int) -> Tensor:
+        data = torch.empty(length, dtype=torch.uint8)
+        self._checkpoint.read_into(name, data.numpy(), offset=offset)
+        with self._lock:
+            self.bytes_read += length
+        return data
+
+    def _check(self, spec: TensorSpec) -> None:
+        entry = self._checkpoint.entry(spec.name)
+        shapes, dtypes = accepted_shapes(self.config, spec), accepted_dtypes(self.config, spec)
+        if entry.shape not in shapes:
+            raise SchemaError(
+                f"{spec.name}: expected shape {list(shapes[0])}, got {list(entry.shape)}",
+                hint="`k3quant verify --level schema` lists every disagreement",
+            )
+        if entry.dtype not in dtypes:
+            raise SchemaError(
+                f"{spec.name}: expected dtype {dtypes[0]}, got {entry.dtype}",
+                hint="`k3quant verify --level schema` lists every disagreement",
+            )

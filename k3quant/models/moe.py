@@ -1,0 +1,95 @@
+"""The mixture of experts: routed experts in their latent space, shared experts at full width.
+
+An expert's weights are asked for once, applied to all its tokens and dropped, so a layer's experts
+never exist together.
+
+Legend: N tokens, D hidden, L width of the experts' space, E experts, k experts a token.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from k3quant.models.k3_config import K3Config
+from k3quant.models.mlp import gated_mlp
+from k3quant.models.norms import rms_norm
+from k3quant.models.router import Routing, route
+from k3quant.models.situ import Gate, gate_of
+from k3quant.models.tap import Tap
+
+Experts = Callable[[Sequence[int]], Iterable[Mapping[str, Tensor]]]
+"""Yields the weights of the experts asked for, in that order, by role `expert.w1` to `.w3`."""
+
+
+def moe_block(
+    x: Tensor,
+    weights: Mapping[str, Tensor],
+    experts: Experts,
+    config: K3Config,
+    *,
+    tap: Tap | None = None,
+) -> Tensor:
+    """Send each token through its experts and the shared ones.
+
+    Args:
+        x: `[N, D]`.
+        weights: By role, `moe.*`.
+        experts: Gives the routed experts' weights.
+        config: The config.
+        tap: Receives intermediates.
+
+    Returns:
+        `[N, D]`.
+
+    Source: Kimi-K3 modelling code, KimiSparseMoeBlock.
+    """
+    gate = gate_of(config)
+    routing = route(x, weights["moe.gate"], weights["moe.bias"], config.moe, tap=tap)
+    latent = config.moe.routed_expert_hidden_size is not None
+    z = linear(x, weights["moe.latent_down"]) if latent else x
+    y = routed_experts(z, routing, experts, gate=gate)
+    if latent and config.moe.latent_moe_use_norm:
+        y = rms_norm(y, weights["moe.latent_norm"], eps=config.rms_norm_eps)
+    if tap is not None and latent:
+        tap("moe_latent_in", z)
+        tap("moe_latent_out", y)
+    out = linear(y, weights["moe.latent_up"]) if latent else y
+    if not config.moe.num_shared_experts:
+        return out
+    projections = (weights[f"moe.shared.{name}_proj"] for name in ("gate", "up", "down"))
+    shared = gated_mlp(x, *projections, gate=gate)
+    if tap is not None:
+        tap("moe_shared_out", shared)
+    return out + shared
+
+
+def routed_experts(z: Tensor, routing: Routing, experts: Experts, *, gate: Gate) -> Tensor:
+    """Sum the chosen experts' outputs, weighted, in float32.
+
+    Args:
+        z: `[N, L]`.
+        routing: Experts and weights of each token.
+        experts: Gives the experts' weights; asked only for experts that some token chose.
+        gate: SiTU or SiLU.
+
+    Returns:
+        `[N, L]` in the dtype of `z`.
+    """
+    k = routing.topk_idx.shape[-1]
+    order = routing.topk_idx.flatten().argsort(stable=True)
+    counts = routing.topk_idx.flatten().bincount()
+    used = counts.nonzero()[:, 0]
+    share = routing.topk_weight.flatten()[order, None]
+    token = order // k
+    total = torch.zeros_like(z, dtype=torch.float32)
+    start = 0
+    for count, expert in zip(counts[used].tolist(), experts(used.tolist()), strict=True):
+        mine = slice(start, start + count)
+        out = gated_mlp(
+            z[token[mine]], expert["expert.w1"], expert["expert.w3"], expert["expert.w2"], gate=gate
+        )
+        total.index_add_(0, token[mine], out.float() * share[mine])
+        start += count
+    return total.to(z.dtype)
