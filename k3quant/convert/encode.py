@@ -14,6 +14,7 @@ from torch import Tensor
 from k3quant.convert.choice import GLOBAL, PACKED, SCALE, SHAPE, WEIGHT, Choice, Format
 from k3quant.formats.cast_counts import CastCounts
 from k3quant.formats.error import ErrorSum, WeightError
+from k3quant.formats.fast_bf16_fp8 import quantize_bf16_to_fp8
 from k3quant.formats.fast_fp8 import cast_to_fp8, cast_to_mxfp8
 from k3quant.formats.fast_mxfp4 import dequantize_to_bf16
 from k3quant.formats.fast_nvfp4 import cast_to_nvfp4
@@ -163,10 +164,8 @@ def _quantize(
             assert global_scale is not None
             packed, scale = quantize_nvfp4(values, global_scale)
             return {PACKED: packed, SCALE: scale, GLOBAL: torch.tensor([global_scale.value])}
-        case Format.FP8_BLOCK:
-            return dict(zip((WEIGHT, SCALE), quantize_fp8_block(values), strict=True))
-        case Format.FP8_CHANNEL:
-            return dict(zip((WEIGHT, SCALE), quantize_fp8_channel(values), strict=True))
+        case Format.FP8_BLOCK | Format.FP8_CHANNEL:
+            return _quantize_fp8(values, choice)
         case Format.INT8:
             return dict(zip((WEIGHT, SCALE), quantize_int8_channel(values), strict=True))
         case Format.INT4:
@@ -180,6 +179,17 @@ def _quantize(
             }
         case Format.KEEP:
             raise ValueError("keep: expected a format that is encoded")
+
+
+def _quantize_fp8(values: Tensor, choice: Choice) -> dict[str, Tensor]:
+    tiles = choice.format is Format.FP8_BLOCK
+    if values.dtype is torch.bfloat16 and values.numel():
+        bits: npt.NDArray[np.uint16] = values.contiguous().view(torch.uint16).numpy()
+        shape = (128, 128) if tiles else (1, values.shape[1])
+        codes, scale = quantize_bf16_to_fp8(bits, block_shape=shape)
+        return {WEIGHT: torch.from_numpy(codes), SCALE: torch.from_numpy(scale)}
+    quantize = quantize_fp8_block if tiles else quantize_fp8_channel
+    return dict(zip((WEIGHT, SCALE), quantize(values), strict=True))
 
 
 def _measured(

@@ -18,6 +18,7 @@ from k3quant.models.k3_tensors import (
     layer_tensors,
     shard_tensors,
 )
+from k3quant.schemes.storage import SUFFIXES, storage_of
 
 Parts = Mapping[str, Mapping[str, StoredPart]]
 """Stored parts by role, then by part."""
@@ -50,14 +51,11 @@ class StoredTensors:
         self.bytes_read = 0
         self._checkpoint = checkpoint
         self._lock = threading.Lock()
-        self._globals = {
-            spec.role: spec for spec in shard_tensors(config, config.num_hidden_layers + 1)
-        }
+        self._globals: dict[str, TensorSpec] = {}
+        for spec in shard_tensors(config, config.num_hidden_layers + 1):
+            (self._globals[spec.role],) = self._plain(spec)
         for layer in range(config.num_hidden_layers):
-            for spec in self.layer_specs(layer):
-                self._check(spec)
-        for spec in self._globals.values():
-            self._check(spec)
+            self.layer_specs(layer)
 
     @property
     def global_roles(self) -> tuple[str, ...]:
@@ -69,8 +67,13 @@ class StoredTensors:
         return self._globals[role].name
 
     def layer_specs(self, layer: int) -> list[TensorSpec]:
-        """Return the tensors of a layer."""
-        return layer_tensors(self.config, layer, packed=self.config.packed_experts)
+        """Return the tensors of a layer as they are stored; `part` is then the stored suffix.
+
+        Raises:
+            SchemaError: A tensor is missing, or stored in no known way.
+        """
+        table = layer_tensors(self.config, layer, packed=False)
+        return [stored for spec in table for stored in self._stored(spec)]
 
     def layer_units(self, layer: int) -> Iterator[LayerUnit]:
         """Yield what a layer reads: its own tensors, then its experts in ascending order."""
@@ -136,16 +139,39 @@ class StoredTensors:
             self.bytes_read += length
         return data
 
-    def _check(self, spec: TensorSpec) -> None:
+    def _stored(self, spec: TensorSpec) -> list[TensorSpec]:
+        """Return the stored tensors of a weight of the table, whole or in the parts of a format."""
+        entries = self._checkpoint.entries
+        entry = entries.get(spec.name)
+        if entry is not None and entry.dtype in accepted_dtypes(self.config, spec):
+            return self._plain(spec)
+        parts = {s: entries[n] for s in SUFFIXES if (n := f"{spec.module}.{s}") in entries}
+        if len(spec.shape) != 2 or not parts:
+            return self._plain(spec)
+        kinds = {suffix: (part.dtype, part.shape) for suffix, part in parts.items()}
+        storage = storage_of(kinds, *spec.shape)
+        if storage is None:
+            got = ", ".join(f"{s} {d} {list(shape)}" for s, (d, shape) in sorted(kinds.items()))
+            raise SchemaError(
+                f"{spec.module}: expected {list(spec.shape)} in a known format, got {got}",
+                hint=_HINT,
+            )
+        return [
+            spec._replace(name=f"{spec.module}.{s}", dtype=d, shape=shape, part=s)
+            for s, (d, shape) in kinds.items()
+            if not s.startswith("input_")
+        ]
+
+    def _plain(self, spec: TensorSpec) -> list[TensorSpec]:
         entry = self._checkpoint.entry(spec.name)
         shapes, dtypes = accepted_shapes(self.config, spec), accepted_dtypes(self.config, spec)
         if entry.shape not in shapes:
-            raise SchemaError(
-                f"{spec.name}: expected shape {list(shapes[0])}, got {list(entry.shape)}",
-                hint="`k3quant verify --level schema` lists every disagreement",
-            )
+            message = f"{spec.name}: expected shape {list(shapes[0])}, got {list(entry.shape)}"
+            raise SchemaError(message, hint=_HINT)
         if entry.dtype not in dtypes:
-            raise SchemaError(
-                f"{spec.name}: expected dtype {dtypes[0]}, got {entry.dtype}",
-                hint="`k3quant verify --level schema` lists every disagreement",
-            )
+            message = f"{spec.name}: expected dtype {dtypes[0]}, got {entry.dtype}"
+            raise SchemaError(message, hint=_HINT)
+        return [spec]
+
+
+_HINT = "`k3quant verify --level schema` lists every disagreement"

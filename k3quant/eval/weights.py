@@ -9,6 +9,8 @@ from torch import Tensor
 from k3quant.errors import SchemaError, ValuesError
 from k3quant.formats.dtypes import torch_dtype
 from k3quant.formats.fast_mxfp4 import dequantize_to_bf16
+from k3quant.schemes.decode import decode_matrix
+from k3quant.schemes.storage import storage_of
 
 PLAIN_DTYPES = ("BF16", "F16", "F32")
 
@@ -34,7 +36,7 @@ def decode_weight(parts: Mapping[str, StoredPart], *, dtype: torch.dtype) -> Ten
     """Decode a weight from its stored parts.
 
     Args:
-        parts: By part: `weight`, or `packed` and `scale` of an MXFP4 weight.
+        parts: By stored suffix: `weight` alone, or the tensors of a storage form.
         dtype: Dtype of the result.
 
     Returns:
@@ -52,10 +54,36 @@ def decode_weight(parts: Mapping[str, StoredPart], *, dtype: torch.dtype) -> Ten
                 hint="this encoding cannot be evaluated",
             )
         return plain.data.view(torch_dtype(plain.dtype)).reshape(plain.shape).to(dtype)
-    if parts.keys() == {"packed", "scale"}:
-        return _decode_mxfp4(parts["packed"], parts["scale"]).to(dtype)
-    names = ", ".join(part.name for part in parts.values())
-    raise SchemaError(f"{names}: expected a plain or an MXFP4 weight, got parts {sorted(parts)}")
+    shape = _logical_shape(parts)
+    kinds = {suffix: (part.dtype, part.shape) for suffix, part in parts.items()}
+    storage = storage_of(kinds, *shape)
+    first = next(iter(parts.values())).name
+    if storage is None:
+        raise SchemaError(f"{first}: expected a known storage form, got parts {sorted(parts)}")
+    if storage.name == "mxfp4":
+        return _decode_mxfp4(parts["weight_packed"], parts["weight_scale"]).to(dtype)
+    tensors = {suffix: _typed(part) for suffix, part in parts.items()}
+    try:
+        return decode_matrix(storage.name, tensors, shape, dtype=dtype)
+    except ValuesError as error:
+        raise ValuesError(f"{first}: {error.message}", hint=error.hint) from error
+
+
+def _logical_shape(parts: Mapping[str, StoredPart]) -> tuple[int, int]:
+    """Return rows and columns of a stored matrix."""
+    if "weight_shape" in parts:
+        rows, cols = _typed(parts["weight_shape"]).tolist()
+        return rows, cols
+    main = parts.get("weight_packed") or parts["weight"]
+    rows, cols = main.shape
+    return rows, cols * 2 if main.dtype == "U8" else cols
+
+
+def _typed(part: StoredPart) -> Tensor:
+    """View a part as its dtype; eight-bit floats stay bytes, which the formats decode."""
+    if part.dtype.startswith("F8"):
+        return part.data.reshape(part.shape)
+    return part.data.view(torch_dtype(part.dtype)).reshape(part.shape)
 
 
 def _decode_mxfp4(packed: StoredPart, scale: StoredPart) -> Tensor:

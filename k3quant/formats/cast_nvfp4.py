@@ -159,7 +159,18 @@ def _search(values: Tensor) -> tuple[Tensor, Tensor]:
     byte = torch.arange(1, E4M3_MAX_CODE + 1, device=values.device, dtype=torch.uint8)
     scale = decode_e4m3(byte, torch.float64)[:, None]  # [126, 1]
     codes = encode_e2m1(values[:, None, :] / scale)  # [halves, 126, 16]
-    error = (decode_e2m1(codes, torch.float64) * scale - values[:, None, :]).square().sum(dim=-1)
-    best = error.argmin(dim=-1)
+    error = _sum_in_order((decode_e2m1(codes, torch.float64) * scale - values[:, None, :]).square())
+    # Neither sums nor the choice among equals may depend on the device.
+    least = error == error.amin(dim=-1, keepdim=True)
+    index = torch.arange(len(byte), device=values.device)
+    best = torch.where(least, index, len(byte)).amin(dim=-1)
     rows = torch.arange(len(values), device=values.device)
     return pack_nibbles(codes[rows, best]), byte[best]
+
+
+def _sum_in_order(values: Tensor) -> Tensor:
+    """Sum the last dimension, a power of two, by halves."""
+    while values.shape[-1] > 1:
+        first, second = values.chunk(2, dim=-1)
+        values = first + second
+    return values[..., 0]

@@ -32,7 +32,7 @@ def quantize_bf16_to_fp8(
     """Round bfloat16 values to E4M3 under amax / 448 of their tile.
 
     Args:
-        weight: `[rows, cols]` uint16, the bits of bfloat16, contiguous, any size but empty.
+        weight: `[rows, cols]` uint16, the bits of bfloat16, contiguous, not empty.
         block_shape: Rows and columns of a full tile; `(1, cols)` for one scale a row.
         out: `[rows, cols]` uint8 to fill; None allocates.
         threads: Upper bound of threads to use.
@@ -117,9 +117,10 @@ def _write_rows(
             for i in range(last - first):
                 magnitude = _u32(bits[i] & _u32(0x7FFFFFFF))
                 # Normal E4M3 starts at 2^-6: round half to even at three bits of mantissa, then
-                # take 120, the difference of the biases, from the exponent.
+                # take 120, the difference of the biases, from the exponent. No quotient rounds
+                # beyond 448: the scale is amax / 448.
                 half = _u32(_u32(0x7FFFF) + _u32((magnitude >> _u32(20)) & _u32(1)))
-                normal = min(_i32(_u32(magnitude + half) >> _u32(20)) - _i32(960), _i32(0x7E))
+                normal = _i32(_u32(magnitude + half) >> _u32(20)) - _i32(960)
                 # Below, the codes count steps of 2^-9, and 8 of them are the first normal.
                 steps = _i32(np.rint(np.abs(quotient[i]) * np.float32(512)))
                 code = _u32(normal) if magnitude >= _u32(0x3C800000) else _u32(steps)

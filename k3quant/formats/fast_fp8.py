@@ -76,7 +76,7 @@ def cast_to_fp8(
     """Write codes as E4M3 under one power of two a tile.
 
     Args:
-        packed: `[rows, cols / 2]` uint8, low nibble first, contiguous.
+        packed: `[rows, cols / 2]` uint8, low nibble first, contiguous, not empty.
         scale_e8m0: `[rows, cols / 32]` uint8, contiguous.
         block_shape: Rows and columns of a full tile; columns are a multiple of 32.
         out: `[rows, cols]` uint8 to fill; None allocates.

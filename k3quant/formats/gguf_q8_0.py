@@ -24,8 +24,8 @@ def quantize_q8_0(weight: Tensor) -> Tensor:
         weight: `[..., cols]` float32, bfloat16 or float16.
 
     Returns:
-        `[..., cols / 32 * 34]` uint8. A zero block has scale 0, and so has one whose scale is
-        below float16's least number, 2^-24: its values are lost. An empty tensor stays empty.
+        `[..., cols / 32 * 34]` uint8. A zero block has scale 0, and so has one whose scale
+        float16 rounds to zero: its values are lost. An empty tensor stays empty.
 
     Raises:
         SchemaError: The columns are no whole blocks.

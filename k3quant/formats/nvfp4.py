@@ -19,6 +19,7 @@ from k3quant.formats.blocks import (
     check_packed,
     first_place,
     join_runs,
+    quotient,
     split_runs,
 )
 from k3quant.formats.e2m1 import E2M1_MAX, decode_e2m1, encode_e2m1, pack_nibbles, unpack_nibbles
@@ -70,14 +71,14 @@ class GlobalScale:
 
     def apply(self, local: Tensor) -> Tensor:
         """Return the float32 scale of each group from its decoded E4M3 scale."""
-        return local / self.value if self._divides else local * self.value
+        return quotient(local, self.value) if self._divides else local * self.value
 
     def local_of(self, amax: Tensor) -> Tensor:
         """Return the unrounded float32 group scale that puts `amax` at code 7."""
         if self._divides:
-            return amax / E2M1_MAX * self.value
+            return quotient(amax, E2M1_MAX) * self.value
         # A scalar product in float32, as it is done on tensors.
-        return amax / float(torch.tensor(self.value, dtype=torch.float32) * E2M1_MAX)
+        return quotient(amax, float(torch.tensor(self.value, dtype=torch.float32) * E2M1_MAX))
 
     @property
     def _divides(self) -> bool:

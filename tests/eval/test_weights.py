@@ -21,6 +21,9 @@ def _stored(oracle, name):
     raise AssertionError(name)
 
 
+ZEROS = torch.zeros(2, 16, dtype=torch.uint8)
+
+
 @pytest.mark.parametrize(
     "module", ["layers.1.block_sparse_moe.experts.2.w1", "layers.1.block_sparse_moe.experts.2.w2",
                "layers.8.block_sparse_moe.experts.15.w3"],
@@ -31,8 +34,8 @@ def test_mxfp4_decodes_to_the_golden_values(oracle, data, module, dtype):
     stem = f"language_model.model.{module}"
     golden = load_file(data / "oracle" / "golden" / "dequant.safetensors")[f"{stem}.weight"]
     parts = {
-        part: _part(f"{stem}.weight_{part}", "U8", _stored(oracle, f"{stem}.weight_{part}"))
-        for part in ("packed", "scale")
+        part: _part(f"{stem}.{part}", "U8", _stored(oracle, f"{stem}.{part}"))
+        for part in ("weight_packed", "weight_scale")
     }
     weight = decode_weight(parts, dtype=dtype)
     assert weight.dtype is dtype
@@ -49,8 +52,10 @@ def test_plain_weights_are_cast_and_keep_nan(name):
 
 def test_a_nan_scale_is_named():
     parts = {
-        "packed": _part("m.weight_packed", "U8", torch.zeros(2, 16, dtype=torch.uint8)),
-        "scale": _part("m.weight_scale", "U8", torch.tensor([[127], [255]], dtype=torch.uint8)),
+        "weight_packed": _part("m.weight_packed", "U8", torch.zeros(2, 16, dtype=torch.uint8)),
+        "weight_scale": _part(
+            "m.weight_scale", "U8", torch.tensor([[127], [255]], dtype=torch.uint8)
+        ),
     }
     with pytest.raises(ValuesError, match=r"m\.weight_packed: .*255") as caught:
         decode_weight(parts, dtype=torch.float32)
@@ -61,7 +66,9 @@ def test_a_nan_scale_is_named():
     "parts",
     [
         pytest.param({"weight": _part("w", "I8", torch.zeros(2, dtype=torch.int8))}, id="integers"),
-        pytest.param({"packed": _part("w", "U8", torch.zeros(2, dtype=torch.uint8))}, id="half"),
+        pytest.param(
+            {"weight_packed": _part("w", "U8", torch.zeros(2, 16, dtype=torch.uint8))}, id="half"
+        ),
     ],
 )
 def test_an_unknown_storage_is_refused(parts):

@@ -166,6 +166,12 @@ def test_saturated_elements_are_counted():
     assert cast.counts.exact == 0
 
 
+def test_of_equal_errors_the_smallest_scale_is_taken():
+    cast = cast_mxfp4_to_nvfp4(block([1]), torch.tensor([[60]], dtype=torch.uint8), exponent=0)
+    assert cast.scale_e4m3.tolist() == [[1, 1]]
+    assert cast.counts == CastCounts(blocks=1, exact=0, flushed=32)
+
+
 def test_far_apart_exponents_stay_finite():
     packed = block([1, 7]).repeat(2, 1)
     scale = torch.tensor([[0], [254]], dtype=torch.uint8)

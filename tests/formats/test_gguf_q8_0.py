@@ -53,9 +53,13 @@ def test_scale_below_float16_loses_the_block():
     assert dequantize_q8_0(blocks).tolist() == [0.0] * 32
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")], ids="nan inf -inf".split())
+@pytest.mark.parametrize(
+    "bad", [float("nan"), float("inf"), -float("inf")], ids="nan inf -inf".split()
+)
 def test_not_finite_is_refused(bad):
-    with pytest.raises(ValuesError, match="expected finite values, got NaN or infinity in 1 places"):
+    with pytest.raises(
+        ValuesError, match="expected finite values, got NaN or infinity in 1 places"
+    ):
         quantize_q8_0(_block(bad))
 
 

@@ -46,6 +46,15 @@ class Stack:
         return (hidden @ self.ends["lm_head"].T)[0], after
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    """Compute on one thread: for small tensors two mostly wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
 def stack(oracle):
     model = CheckpointModel(
