@@ -126,6 +126,28 @@ def exit_code_of(findings: Iterable[Finding]) -> ExitCode:
     return ExitCode.GOOD
 
 
+def fault(
+    kind: FaultClass,
+    code: str,
+    subject: str,
+    message: str,
+    expected: str | int | float | None = None,
+    got: str | int | float | None = None,
+    *,
+    hint: str = "",
+) -> Finding:
+    """Return a finding that decides the exit code."""
+    return Finding(
+        code=code,
+        fault=kind,
+        subject=subject,
+        message=message,
+        expected=expected,
+        got=got,
+        hint=hint,
+    )
+
+
 def finding_of(error: K3QuantError, *, subject: str, code: str) -> Finding:
     """Turn an error that was answered into a finding about `subject`."""
     return Finding(

@@ -1,15 +1,17 @@
 """Where a header puts its tensors: inside the file, without gap, overlap or surplus."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 from k3quant.formats.dtypes import DTYPES
-from k3quant.report import FaultClass, Finding
+from k3quant.report import FaultClass, Finding, fault
 
 if TYPE_CHECKING:
     from k3quant.checkpoint.header import Header
 
 _MAX_BYTES = (1 << 63) - 1
+_fault = partial(fault, FaultClass.STRUCTURE)
 
 
 def check_layout(header: "Header") -> Iterator[Finding]:
@@ -94,21 +96,3 @@ def _check_ranges(header: "Header") -> Iterator[Finding]:
             f"got {file_bytes}"
         )
         yield _fault("trailing-bytes", file, message, expected=expected, got=file_bytes)
-
-
-def _fault(
-    code: str,
-    file: str,
-    message: str,
-    *,
-    expected: str | int | None = None,
-    got: str | int | None = None,
-) -> Finding:
-    return Finding(
-        code=code,
-        fault=FaultClass.STRUCTURE,
-        subject=file,
-        message=message,
-        expected=expected,
-        got=got,
-    )

@@ -2,14 +2,16 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 from k3quant.checkpoint.folder import FileInfo
 from k3quant.checkpoint.header import Header
 from k3quant.checkpoint.index import INDEX_FILE, Index
-from k3quant.report import FaultClass, Finding, Severity
+from k3quant.report import FaultClass, Finding, Severity, fault
 from k3quant.sizes import format_size
 
 SHARD_SUFFIX = ".safetensors"
+_index_fault = partial(fault, FaultClass.STRUCTURE)
 _SHOWN = 20  # findings of one kind before the rest is counted in one line
 
 
@@ -179,21 +181,3 @@ def extra_files(index: Index, files: Mapping[str, FileInfo]) -> Iterator[Finding
             got=total,
             hint=f"a loader that takes every *.safetensors reads {format_size(total)} too much",
         )
-
-
-def _index_fault(
-    code: str,
-    subject: str,
-    message: str,
-    *,
-    expected: str | int | None = None,
-    got: str | int | None = None,
-) -> Finding:
-    return Finding(
-        code=code,
-        fault=FaultClass.STRUCTURE,
-        subject=subject,
-        message=message,
-        expected=expected,
-        got=got,
-    )

@@ -4,12 +4,13 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from k3quant.errors import SchemaError
 from k3quant.models.k3_config import K3Config
 from k3quant.models.k3_tensors import Family, num_shards, shard_tensors
-from k3quant.report import FaultClass, Finding, Severity, finding_of
+from k3quant.report import FaultClass, Finding, Severity, fault, finding_of
 from k3quant.schemes.ct_match import CtMatcher, read_matcher, tells_digits_apart
 
 # The released section misses these unquantized Linear modules: 371 of the released model.
@@ -23,6 +24,7 @@ KNOWN_MISSES = frozenset(
     }
 )
 PLAIN = "plain"
+_fault = partial(fault, FaultClass.SCHEMA)
 # Two-dimensional weights that are no Linear module in the vendor's code.
 _NOT_LINEAR = frozenset({"embed_tokens", "moe.gate"})
 
@@ -154,7 +156,3 @@ def _stored_alike(modules: list[LinearModules], stored: Mapping[str, str]) -> bo
 
 def _form(module: str) -> str:
     return re.sub(r"\d", "0", module)
-
-
-def _fault(code: str, subject: str, message: str) -> Finding:
-    return Finding(code=code, fault=FaultClass.SCHEMA, subject=subject, message=message)

@@ -7,6 +7,7 @@ then compared with that.
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Set
+from functools import partial
 from typing import Any
 
 from k3quant.errors import SchemaError
@@ -18,7 +19,7 @@ from k3quant.models.k3_tensors import (
     num_shards,
     shard_tensors,
 )
-from k3quant.report import FaultClass, Finding, Severity, finding_of
+from k3quant.report import FaultClass, Finding, Severity, fault, finding_of
 from k3quant.schemes.storage import (
     ABSENT,
     SUFFIXES,
@@ -30,6 +31,7 @@ from k3quant.schemes.storage import (
 from k3quant.verify.quant_section import PLAIN, check_quant_section
 
 _SHOWN = 20
+_fault = partial(fault, FaultClass.SCHEMA)
 _DIGITS = re.compile(r"\d+")
 
 Tensors = Mapping[str, Stored]
@@ -275,20 +277,3 @@ def _limited(findings: Iterable[Finding]) -> list[Finding]:
                 )
             )
     return kept
-
-
-def _fault(
-    code: str,
-    subject: str,
-    message: str,
-    expected: str | int | None = None,
-    got: str | int | None = None,
-) -> Finding:
-    return Finding(
-        code=code,
-        fault=FaultClass.SCHEMA,
-        subject=subject,
-        message=message,
-        expected=expected,
-        got=got,
-    )

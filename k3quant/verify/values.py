@@ -6,15 +6,17 @@ so that one reduction without a copy answers "is anything wrong here", at memory
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
-from k3quant.report import FaultClass, Finding, Severity
+from k3quant.report import FaultClass, Finding, Severity, fault
 
 Bytes = npt.NDArray[np.uint8]
 
 _ZERO_STEP = 16  # words between two looks for a zero run: no run of 135 bytes can hide
+_fault = partial(fault, FaultClass.VALUES)
 _ZERO_ROWS = 8
 _ZERO_BYTES = 4000  # a lost page; rows of the release are 1,536 and 1,792 bytes
 
@@ -226,7 +228,3 @@ class TensorValues:
             self._state.inf += count
         first = self._seen // item_bytes + int(bad.argmax())
         self._state.first = first if self._state.first is None else min(self._state.first, first)
-
-
-def _fault(code: str, subject: str, message: str, *, got: str | None = None) -> Finding:
-    return Finding(code=code, fault=FaultClass.VALUES, subject=subject, message=message, got=got)
