@@ -103,9 +103,18 @@ def read_range(fd: int, file: str, offset: int, length: int) -> bytes:
     Raises:
         ResourceError: The system refused the read.
     """
-    buffer = bytearray(length)
-    got = fill(fd, file, offset, memoryview(buffer))
-    return bytes(buffer[:got])
+    pieces: list[bytes] = []
+    while length > 0:
+        try:
+            piece = os.pread(fd, length, offset)
+        except OSError as error:
+            raise read_error(file, error, offset) from error
+        if not piece:
+            break
+        pieces.append(piece)
+        offset += len(piece)
+        length -= len(piece)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
 def fill(fd: int, file: str, offset: int, buffer: memoryview) -> int:

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -40,16 +40,30 @@ class LinearModules:
 
 
 def linear_modules(k3: K3Config, *, one_by_one: bool) -> list[LinearModules]:
-    """Return the Linear modules of a config, by the form of their name unless one by one."""
+    """Return the Linear modules of a config, one by one or by the form of their name."""
     groups: dict[str, list[Any]] = {}
-    for shard in range(1, num_shards(k3) + 1):
+    for shard, times in _shards(k3, one_by_one=one_by_one):
         for spec in shard_tensors(k3, shard, packed=False):
             if len(spec.shape) != 2 or spec.role in _NOT_LINEAR:
                 continue
             form = spec.module if one_by_one else _form(spec.module)
             group = groups.setdefault(form, [spec, 0])
-            group[1] += 1
+            group[1] += times
     return [LinearModules(s.module, s.role, s.family, n) for s, n in groups.values()]
+
+
+def _shards(k3: K3Config, *, one_by_one: bool) -> list[tuple[int, int]]:
+    """Return shards to look at, and for how many of the same content each stands."""
+    if one_by_one:
+        return [(shard, 1) for shard in range(1, num_shards(k3) + 1)]
+    alike: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for shard in range(1, num_shards(k3) + 1):
+        layer = shard - 1
+        key: tuple[object, ...] = (shard,)
+        if layer < k3.num_hidden_layers:
+            key = (k3.layer_kinds[layer], k3.is_moe(layer), len(str(layer)))
+        alike[key].append(shard)
+    return [(shards[0], len(shards)) for shards in alike.values()]
 
 
 def quant_section(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -73,6 +87,38 @@ def check_quant_section(
         k3: The typed config.
         stored: Storage form of every module that is there, `PLAIN` for whole tensors.
     """
+    matcher = yield from _read_section(config, stored)
+    if matcher is None:
+        return
+    modules = linear_modules(k3, one_by_one=False)
+    if tells_digits_apart(matcher) or not _stored_alike(modules, stored):
+        modules = linear_modules(k3, one_by_one=True)
+    yield from _compare(matcher, modules, stored)
+
+
+def check_released_section(config: Mapping[str, Any], k3: K3Config) -> Iterator[Finding]:
+    """Yield disagreements between the section and files in the layout that the config predicts."""
+    modules = linear_modules(k3, one_by_one=False)
+    matcher = yield from _read_section(config, _released_storage(k3, modules))
+    if matcher is None:
+        return
+    if tells_digits_apart(matcher):
+        modules = linear_modules(k3, one_by_one=True)
+    yield from _compare(matcher, modules, _released_storage(k3, modules))
+
+
+def _released_storage(k3: K3Config, modules: list[LinearModules]) -> dict[str, str]:
+    packed = k3.packed_experts
+    return {
+        group.module: "mxfp4" if packed and group.family is Family.ROUTED_EXPERTS else PLAIN
+        for group in modules
+    }
+
+
+def _read_section(
+    config: Mapping[str, Any], stored: Mapping[str, str]
+) -> Generator[Finding, None, CtMatcher | None]:
+    """Yield what is wrong with the section itself; return its targets where it has any."""
     section = quant_section(config)
     if section is None:
         packed = {module: name for module, name in stored.items() if name != PLAIN}
@@ -83,29 +129,14 @@ def check_quant_section(
                 f"are quantized, such as {module} ({name})"
             )
             yield _fault("no-quant-section", "config.json", message)
-        return
+        return None
     if section.get("quant_method") != "compressed-tensors":
-        return
+        return None
     try:
-        matcher = read_matcher(section)
+        return read_matcher(section)
     except SchemaError as error:
         yield finding_of(error, subject="config.json", code="quant-section")
-        return
-    modules = linear_modules(k3, one_by_one=False)
-    if tells_digits_apart(matcher) or not _stored_alike(modules, stored):
-        modules = linear_modules(k3, one_by_one=True)
-    yield from _compare(matcher, modules, stored)
-
-
-def check_released_section(config: Mapping[str, Any], k3: K3Config) -> Iterator[Finding]:
-    """Yield disagreements between the section and files in the layout that the config predicts."""
-    stored = {
-        group.module: "mxfp4"
-        if k3.packed_experts and group.family is Family.ROUTED_EXPERTS
-        else PLAIN
-        for group in linear_modules(k3, one_by_one=True)
-    }
-    yield from check_quant_section(config, k3, stored)
+        return None
 
 
 def _compare(

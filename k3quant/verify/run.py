@@ -74,9 +74,10 @@ def verify(source: Source, settings: VerifySettings, progress: Progress = SILENT
     except K3QuantError as error:
         findings.append(finding_of(error, subject=CONFIG_FILE, code="config"))
     k3, config_findings = read_k3_config(config) if config else (None, [])
-    structure = check_structure(source, k3, jobs=jobs)
-    findings += structure.findings
-    manifest = settings.manifest or _beside(source, findings)
+    beside: list[Finding] = []
+    manifest = settings.manifest or _beside(source, beside)
+    structure = check_structure(source, k3, jobs=jobs, digests=manifest is not None)
+    findings += [*structure.findings, *beside]
     if manifest is not None:
         findings += check_against_manifest(source, structure, manifest)
     if settings.level >= Level.SCHEMA:
@@ -87,7 +88,7 @@ def verify(source: Source, settings: VerifySettings, progress: Progress = SILENT
         passes = _stream(source, structure, k3, manifest, settings, jobs, progress)
         findings += _after_pass(passes, manifest)
         findings += _sidecars(source, structure, manifest, progress)
-    summary = _summary(source, structure, k3, manifest, settings, passes)
+    summary = _summary(source, structure, manifest, settings, passes)
     return Report(command="verify", findings=tuple(findings), summary=summary)
 
 
@@ -232,23 +233,18 @@ def _sidecars(
 def _summary(
     source: Source,
     structure: Structure,
-    k3: K3Config | None,
     manifest: Manifest | None,
     settings: VerifySettings,
     passes: list[ShardPass],
 ) -> dict[str, Any]:
     present = [file for file in structure.shards if file in source.files]
-    num_tensors = sum(len(structure.headers[f].tensors) for f in present if f in structure.headers)
-    if structure.predicted and k3 is not None:
-        layout = ReleasedLayout(k3, k3.packed_experts)
-        num_tensors = sum(shard.num_tensors for shard in layout.shards())
     return {
         "path": source.label,
         "level": settings.level.name.lower(),
         "manifest": manifest.name if manifest else None,
         "shards": len(structure.shards),
         "shards_present": len(present),
-        "tensors": num_tensors,
+        "tensors": structure.num_tensors,
         "file_bytes": sum(source.files[file].size for file in present),
         "layout": "released" if structure.predicted else "other",
         "hashed": sum(shard.sha256 is not None for shard in passes),

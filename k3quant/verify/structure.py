@@ -5,7 +5,7 @@ config is proven without parsing; anything else is parsed and checked rule by ru
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -17,7 +17,7 @@ from k3quant.checkpoint.reader import not_regular, top_level_shards
 from k3quant.errors import K3QuantError
 from k3quant.manifest import Manifest
 from k3quant.models.k3_config import K3Config
-from k3quant.models.k3_layout import ReleasedLayout
+from k3quant.models.k3_layout import PredictedShard, ReleasedLayout
 from k3quant.models.k3_tensors import num_shards
 from k3quant.report import FaultClass, Finding, Severity, finding_of
 from k3quant.schemes.storage import Stored
@@ -36,6 +36,7 @@ class Structure:
         header_sha256: Digest of each shard's header JSON.
         predicted: Whether all files equal the released layout of the config, byte for byte; then
             `headers` is empty, because the table says it all.
+        num_tensors: Tensors of the checkpoint's own shards.
         findings: Every fault found.
     """
 
@@ -44,6 +45,7 @@ class Structure:
     shards: tuple[str, ...]
     header_sha256: Mapping[str, str]
     predicted: bool
+    num_tensors: int
     findings: tuple[Finding, ...]
 
     def tensors(self) -> dict[str, Stored]:
@@ -62,16 +64,17 @@ class Structure:
         return {name for name, file in self.index.weight_map.items() if file not in self.headers}
 
 
-def check_structure(source: Source, k3: K3Config | None, *, jobs: int) -> Structure:
+def check_structure(source: Source, k3: K3Config | None, *, jobs: int, digests: bool) -> Structure:
     """Check every header and the index.
 
     Args:
         source: The checkpoint's files.
         k3: The typed config where there is one; it allows the fast proof.
         jobs: Headers read at once.
+        digests: Whether the headers' digests are needed, for a manifest.
     """
     if k3 is not None:
-        proven = _prove_by_prediction(source, k3, jobs)
+        proven = _prove_by_prediction(source, k3, jobs, digests)
         if proven is not None:
             return proven
     findings: list[Finding] = []
@@ -89,13 +92,14 @@ def check_structure(source: Source, k3: K3Config | None, *, jobs: int) -> Struct
         findings += join_index(index, source.files, headers)
         findings += extra_files(index, source.files)
         findings += _strays(source, index, headers)
-    digests = {f: hashlib.sha256(scan.raw).hexdigest() for f, scan in scans.items() if scan.raw}
+    hashed = {f: hashlib.sha256(s.raw).hexdigest() for f, s in scans.items() if s.raw and digests}
     return Structure(
         index=index,
         headers=headers,
         shards=tuple(shards),
-        header_sha256=digests,
+        header_sha256=hashed,
         predicted=False,
+        num_tensors=sum(len(headers[file].tensors) for file in shards if file in headers),
         findings=tuple(findings),
     )
 
@@ -134,43 +138,53 @@ def check_against_manifest(
     return findings
 
 
-def _prove_by_prediction(source: Source, k3: K3Config, jobs: int) -> Structure | None:
+def _prove_by_prediction(source: Source, k3: K3Config, jobs: int, hashed: bool) -> Structure | None:
     layout = ReleasedLayout(k3, k3.packed_experts)
-    names: list[str] = []
     digests: dict[str, str] = {}
 
-    def equal(number: int) -> tuple[str, str] | None:
+    def equal(number: int) -> PredictedShard | None:
         shard = layout.shard(number)
         info = source.files.get(shard.name)
         if info is None or info.size != shard.file_bytes or not info.regular:
             return None
         if source.read(shard.name, 0, len(shard.header)) != shard.header:
             return None
-        return shard.name, hashlib.sha256(shard.header[LENGTH_BYTES:]).hexdigest()
+        if hashed:
+            digests[shard.name] = hashlib.sha256(shard.header[LENGTH_BYTES:]).hexdigest()
+        return shard
 
-    first = equal(1)
-    if first is None or INDEX_FILE not in source.files:
+    if INDEX_FILE not in source.files or equal(1) is None:
         return None
+    proven: list[PredictedShard] = []
     with ThreadPoolExecutor(jobs) as pool:
-        for proven in pool.map(equal, range(1, num_shards(k3) + 1)):
-            if proven is None:
+        for shard in pool.map(equal, range(1, num_shards(k3) + 1)):
+            if shard is None:
                 return None
-            names.append(proven[0])
-            digests[proven[0]] = proven[1]
-    if len(top_level_shards(source)) != len(names):
+            proven.append(shard)
+    if len(top_level_shards(source)) != len(proven):
         return None
     raw = source.read(INDEX_FILE, 0, source.files[INDEX_FILE].size)
-    if raw != layout.index():
+    if not _consists_of(raw, layout.index_pieces()):
         return None
     index = Index(weight_map={}, total_size=None)
     return Structure(
         index=index,
         headers={},
-        shards=tuple(names),
+        shards=tuple(shard.name for shard in proven),
         header_sha256=digests,
         predicted=True,
+        num_tensors=sum(shard.num_tensors for shard in proven),
         findings=(),
     )
+
+
+def _consists_of(raw: bytes, pieces: Iterator[bytes]) -> bool:
+    position = 0
+    for piece in pieces:
+        if not raw.startswith(piece, position):
+            return False
+        position += len(piece)
+    return position == len(raw)
 
 
 def _read_index(source: Source, findings: list[Finding]) -> Index | None:
