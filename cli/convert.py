@@ -24,6 +24,10 @@ SkipOpt = Annotated[
 HashOpt = Annotated[bool, typer.Option(help="State the sha256 of every source shard in the proof.")]
 Plan = Callable[["Checkpoint"], "ExportPlan"]
 
+# One file of 1.5 TB could neither be resumed nor written by several threads.
+_GGUF_FILE_BYTES = 50_000_000_000
+_MLX_FILE_BYTES = 5_000_000_000
+
 
 def convert(
     source: SourceArg,
@@ -43,7 +47,7 @@ def convert(
     ] = "even",
     group_size: Annotated[int, typer.Option("--group-size", help="INT4 group: 32 or 128.")] = 32,
     float_type: Annotated[
-        str, typer.Option("--float-type", help="GGUF type of what is not packed: BF16 or F32.")
+        str, typer.Option("--float-type", help="GGUF type of the rest: F32, F16, BF16, Q8_0.")
     ] = "BF16",
     max_file_size: Annotated[
         str | None, typer.Option("--max-shard-size", help="Split GGUF or MLX files at this size.")
@@ -77,11 +81,20 @@ def convert(
             if to == "gguf":
                 from k3quant.schemes.gguf import plan_gguf
 
-                return plan_gguf(checkpoint, float_type=float_type, max_file_bytes=limit)
+                return plan_gguf(
+                    checkpoint,
+                    float_type=float_type,
+                    max_file_bytes=limit or _GGUF_FILE_BYTES,
+                    allow_skip=allow_skip or (),
+                )
             if to == "mlx":
                 from k3quant.schemes.mlx import plan_mlx
 
-                return plan_mlx(checkpoint, max_file_bytes=limit or 5_000_000_000)
+                return plan_mlx(
+                    checkpoint,
+                    max_file_bytes=limit or _MLX_FILE_BYTES,
+                    allow_skip=allow_skip or (),
+                )
             from k3quant.convert.plan import plan_export
             from k3quant.convert.recipe import recipe_for
 

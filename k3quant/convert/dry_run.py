@@ -10,6 +10,8 @@ from k3quant.convert.units import CopyUnit, ExpertUnit
 from k3quant.formats.mx import E8M0_NAN
 from k3quant.formats.octaves import E4M3_SCALE_EXPONENTS
 from k3quant.progress import SILENT, Progress
+from k3quant.schemes.gguf_units import BlocksUnit
+from k3quant.schemes.mlx_units import StackUnit
 
 # Every MXFP4 value is one of these formats' values, whatever its scale.
 _ALWAYS = frozenset({Format.KEEP, Format.MXFP4, Format.MXFP8})
@@ -47,14 +49,16 @@ def exactness(
             for i in group:
                 if i not in unit.written:
                     continue
-                target = unit.matrices[i].choice.format
-                total = counts[unit.family, target.value]
-                total[0] += _is_proven(target, low, high, spans[i])
+                form = unit.matrices[i].choice.format
+                total = counts[unit.family, form.value]
+                total[0] += _is_proven(form, low, high, spans[i])
                 total[1] += 1
     for file in plan.files:
         for other in file.units:
-            if isinstance(other, CopyUnit):
-                total = counts[other.family, "keep"]
+            if isinstance(other, CopyUnit | BlocksUnit | StackUnit):
+                # Bytes that are kept, or rearranged without changing one
+                target = "keep" if isinstance(other, CopyUnit) else "mxfp4"
+                total = counts[other.family, target]
                 total[0] += 1
                 total[1] += 1
     return {key: (done, total) for key, (done, total) in counts.items()}
@@ -64,7 +68,7 @@ def forecast(plan: ExportPlan, proven: dict[tuple[str, str], tuple[int, int]]) -
     """Return what a dry run prints, ready for JSON."""
     families = []
     for f in plan.forecasts:
-        done, total = proven.get((f.family, f.target), (0, f.tensors))
+        known = proven.get((f.family, f.target))
         families.append(
             {
                 "family": f.family,
@@ -72,7 +76,7 @@ def forecast(plan: ExportPlan, proven: dict[tuple[str, str], tuple[int, int]]) -
                 "tensors": f.tensors,
                 "source_bytes": f.source_bytes,
                 "target_bytes": f.target_bytes,
-                "exact": f"{done:,} of {total:,}",
+                "exact": "" if known is None else f"{known[0]:,} of {known[1]:,}",
             }
         )
     return {

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Event
+from threading import Event, Lock
 from typing import Any
 
 from k3quant import __version__
@@ -33,7 +33,7 @@ from k3quant.errors import RefusedError, ResourceError
 from k3quant.progress import SILENT, Progress
 from k3quant.verify.stream import default_jobs, stream_shard
 
-_COPY_BYTES = 4 << 20
+_COPY_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +132,7 @@ def _write_files(
     progress: Progress,
 ) -> None:
     failed = Event()
+    digests = _SourceDigests(checkpoint, wanted=settings.hash_source)
 
     def write(plan: FilePlan) -> None:
         if failed.is_set():
@@ -141,7 +142,7 @@ def _write_files(
             proofs, written = _write_file(checkpoint, out, plan, settings, failed, progress)
             details = {
                 "weights": {proof.module: proof.to_json() for proof in proofs},
-                "sources": _source_digests(checkpoint, plan, settings),
+                "sources": digests.of(plan),
             }
             journal.record(written, details=details)
         except BaseException:
@@ -196,7 +197,8 @@ def _proving_writer(output: OutputFile, plan: FilePlan) -> Callable[[str, int, B
         output.write_at(begin + offset, view)
         for start in range(0, len(view), _COPY_BYTES):
             piece = view[start : start + _COPY_BYTES]
-            if os.pread(output.fd, len(piece), begin + offset + start) != piece:
+            # A memoryview compares element by element; bytes compare as memory.
+            if os.pread(output.fd, len(piece), begin + offset + start) != bytes(piece):
                 raise ResourceError(
                     f"{plan.name}: expected to read back what was written to {tensor}, got "
                     f"other bytes at {begin + offset + start}",
@@ -231,19 +233,30 @@ def _source_bytes(checkpoint: Checkpoint, plan: FilePlan) -> int:
     return sum(checkpoint.entry(name).length for unit in plan.units for name in unit.sources)
 
 
-def _source_digests(
-    checkpoint: Checkpoint, plan: FilePlan, settings: ConvertSettings
-) -> dict[str, str | None]:
-    """Return the digest of every source shard that a file is made of."""
-    files = {checkpoint.entry(name).file for unit in plan.units for name in unit.sources}
-    digests: dict[str, str | None] = dict.fromkeys(sorted(files))
-    if settings.hash_source:
-        for file in digests:
-            found = stream_shard(
-                checkpoint.source, file, spans=[], hashed=True, advance=lambda _: None
-            )
-            digests[file] = found.sha256
-    return digests
+class _SourceDigests:
+    """The digest of each source shard, computed once however many files are made of it."""
+
+    def __init__(self, checkpoint: Checkpoint, *, wanted: bool) -> None:
+        self._checkpoint = checkpoint
+        self._wanted = wanted
+        self._known: dict[str, str | None] = {}
+        self._locks: dict[str, Lock] = {file: Lock() for file in checkpoint.headers}
+
+    def of(self, plan: FilePlan) -> dict[str, str | None]:
+        """Return the digests of the shards that a file is made of, None where not wanted."""
+        entry = self._checkpoint.entry
+        files = {entry(name).file for unit in plan.units for name in unit.sources}
+        return {file: self._digest(file) for file in sorted(files)}
+
+    def _digest(self, file: str) -> str | None:
+        if not self._wanted:
+            return None
+        with self._locks[file]:
+            if file not in self._known:
+                source = self._checkpoint.source
+                found = stream_shard(source, file, spans=[], hashed=True, advance=lambda _: None)
+                self._known[file] = found.sha256
+        return self._known[file]
 
 
 def _write_beside(
