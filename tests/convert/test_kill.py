@@ -20,7 +20,8 @@ class Loud:
     def note(self, text): print("note", flush=True)
 
 checkpoint = open_checkpoint(Path(sys.argv[1]))
-recipe = recipe_for("nvfp4", scheme="compressed-tensors", rounding=ScaleRounding.EVEN, group_size=32)
+options = {"scheme": "compressed-tensors", "rounding": ScaleRounding.EVEN, "group_size": 32}
+recipe = recipe_for("nvfp4", **options)
 plan = plan_export(checkpoint, recipe)
 settings = ConvertSettings(parameters={"to": "nvfp4"}, jobs=2)
 run_convert(checkpoint, Path(sys.argv[2]), plan, settings, Loud())
@@ -30,16 +31,14 @@ KILLS = 10
 
 
 def run(source: Path, out: Path, lines: int | None) -> bool:
-    """Run the conversion, killed after some lines of progress; return whether it ended by itself."""
+    """Run the conversion, killed after some lines of progress; return whether it ended alone."""
     process = subprocess.Popen(
         [sys.executable, "-c", CODE, source, out], stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
-    seen = 0
-    for line in process.stdout:
+    for seen, line in enumerate(process.stdout, start=1):
         if line == "done\n":
             break
-        seen += 1
         if lines is not None and seen >= lines:
             process.kill()
             break
