@@ -98,4 +98,8 @@ def _refuse_duplicates(raw: bytes, document: _Document) -> None:
             raise StructureError(f"{INDEX_FILE}: expected each name once, got `{twice}` twice")
         return result
 
-    json.loads(raw, object_pairs_hook=unique)
+    # The fast parser skips fields it does not know without looking at them; this one looks.
+    try:
+        json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise StructureError(f"{INDEX_FILE}: expected JSON in UTF-8, got {error}") from error

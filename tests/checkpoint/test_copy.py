@@ -108,7 +108,7 @@ def test_the_faster_way_is_kept(
     monkeypatch.setattr("k3quant.checkpoint.copy._TRIAL_BYTES", 2000)
     copier = RangeCopier(buffer_bytes=1000)
     _copy(copier, files, 0, 0, 100_000)
-    assert copier.copied[chosen] == 98_000
+    assert copier.copied[chosen] == 96_000
     assert os.pread(files[1], 100_000, 0) == DATA
 
 

@@ -45,6 +45,7 @@ def test_index_that_leaves_its_folder_is_refused(file: str) -> None:
         pytest.param(b"{}", "weight_map", id="no-map"),
         pytest.param(b'{"weight_map":{"a":1}}', "expected an object", id="number"),
         pytest.param(b'{"weight_map":{"a":"x","a":"y"}}', "`a` twice", id="name-twice"),
+        pytest.param(b'{"\xff":1,"weight_map":{}}', "UTF-8", id="no-utf8-in-another-field"),
         pytest.param(b'{"weight_map": {"a" : "x","a" : "y"}}', "`a` twice", id="twice-spaced"),
         pytest.param(
             b'{"metadata":{"total_size":-1},"weight_map":{}}', "byte count", id="negative-size"
