@@ -18,7 +18,7 @@ from k3quant.models.k3_tensors import (
     layer_tensors,
     shard_tensors,
 )
-from k3quant.schemes.storage import SUFFIXES, storage_of
+from k3quant.schemes.storage import SUFFIXES, mismatches, nearest_storage, storage_of
 
 Parts = Mapping[str, Mapping[str, StoredPart]]
 """Stored parts by role, then by part."""
@@ -151,11 +151,10 @@ class StoredTensors:
         kinds = {suffix: (part.dtype, part.shape) for suffix, part in parts.items()}
         storage = storage_of(kinds, *spec.shape)
         if storage is None:
-            got = ", ".join(f"{s} {d} {list(shape)}" for s, (d, shape) in sorted(kinds.items()))
-            raise SchemaError(
-                f"{spec.module}: expected {list(spec.shape)} in a known format, got {got}",
-                hint=_HINT,
-            )
+            nearest = nearest_storage(kinds, *spec.shape)
+            suffix, expected, got = next(mismatches(nearest, kinds, *spec.shape))
+            message = f"{spec.module}.{suffix}: expected {expected} ({nearest.name}), got {got}"
+            raise SchemaError(message, hint=_HINT)
         return [
             spec._replace(name=f"{spec.module}.{s}", dtype=d, shape=shape, part=s)
             for s, (d, shape) in kinds.items()

@@ -1,0 +1,136 @@
+"""`convert` against the disk's write rate and against peers, on one layer of released widths.
+
+    python benchmarks/bench_convert.py SOURCE WORK [PEERS]
+
+SOURCE: a shard set of a few GB, such as `bench_repack.make_source` writes. WORK: a folder on the
+disk to measure. PEERS: the Python of an environment with llm-compressor and compressed-tensors.
+Each round writes and syncs the same number of bytes as the conversion did, right after it.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from record import environment, rates, save
+
+ROUNDS = 3
+TARGETS = ("nvfp4", "bf16", "gguf", "mxfp8", "fp8-block")
+OURS = """
+import json, sys, time
+from pathlib import Path
+began = time.perf_counter()
+from k3quant.cli.main import app
+try:
+    app(["convert", sys.argv[1], "--out", sys.argv[2], "--to", sys.argv[3], "--json"])
+except SystemExit as end:
+    assert not end.code, end.code
+status = Path("/proc/self/status").read_text()
+peak = int(status.split("VmHWM:")[1].split("kB")[0]) * 1024
+print(json.dumps({"seconds": time.perf_counter() - began, "peak_bytes": peak}), file=sys.stderr)
+"""
+PEER_BF16 = """
+import sys
+from compressed_tensors.entrypoints.convert import CompressedTensorsDequantizer, convert_checkpoint
+convert_checkpoint(sys.argv[1], sys.argv[2], CompressedTensorsDequantizer(sys.argv[1]))
+"""
+PEER_NVFP4 = """
+import sys
+from compressed_tensors.entrypoints.convert import CompressedTensorsDequantizer
+from llmcompressor import model_free_ptq
+model_free_ptq(model_stub=sys.argv[1], save_directory=sys.argv[2], scheme="NVFP4A16",
+               ignore=["re:^(?!.*experts).*"], max_workers=2, device="cpu",
+               converter=CompressedTensorsDequantizer(sys.argv[1]))
+"""
+
+
+def tensor_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def written_bytes(folder: Path) -> int:
+    return sum(p.stat().st_size for p in folder.iterdir() if p.suffix in {".safetensors", ".gguf"})
+
+
+def write_alone(path: Path, amount: int) -> float:
+    """Write and sync as many bytes, from memory, in blocks of 16 MiB into reserved space."""
+    block = os.urandom(1 << 20) * 16
+    start = time.perf_counter()
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.posix_fallocate(fd, 0, amount)
+    for offset in range(0, amount, len(block)):
+        os.pwrite(fd, block[: amount - offset], offset)
+    os.fsync(fd)
+    os.close(fd)
+    taken = time.perf_counter() - start
+    path.unlink()
+    return taken
+
+
+def ours(source: Path, work: Path, target: str) -> dict[str, Any]:
+    seconds: list[float] = []
+    disk: list[float] = []
+    peak = size = 0
+    for _ in range(ROUNDS):
+        out = work / "ours"
+        shutil.rmtree(out, ignore_errors=True)
+        done = subprocess.run(
+            [sys.executable, "-c", OURS, source, out, target],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        found = json.loads(done.stderr.splitlines()[-1])
+        seconds.append(found["seconds"])
+        peak = max(peak, found["peak_bytes"])
+        size = written_bytes(out)
+        shutil.rmtree(out)
+        disk.append(write_alone(work / "blob", size))
+    amount = tensor_bytes(source)
+    return {
+        "input": rates(seconds, amount),
+        "output": rates(seconds, size),
+        "disk_write_alone": rates(disk, size),
+        "output_over_disk": round(min(disk) / min(seconds), 3),
+        "output_bytes": size,
+        "peak_bytes": peak,
+    }
+
+
+def peer(python: str, code: str, source: Path, work: Path) -> dict[str, Any]:
+    out = work / "peer"
+    shutil.rmtree(out, ignore_errors=True)
+    start = time.perf_counter()
+    done = subprocess.run(
+        ["/usr/bin/time", "-f", "%M", python, "-c", code, source, out],
+        capture_output=True, text=True, check=False, timeout=540,
+    )  # fmt: skip
+    taken = time.perf_counter() - start
+    shutil.rmtree(out, ignore_errors=True)
+    if done.returncode:
+        return {"failed": done.stderr[-600:]}
+    peak = int(done.stderr.split()[-1]) * 1024
+    return {"input": rates([taken], tensor_bytes(source)), "peak_bytes": peak}
+
+
+def main() -> None:
+    source, work = Path(sys.argv[1]), Path(sys.argv[2])
+    work.mkdir(parents=True, exist_ok=True)
+    result: dict[str, Any] = {
+        "environment": environment("torch", "numba"),
+        "input_bytes": tensor_bytes(source),
+    }
+    for target in TARGETS:
+        result[target] = ours(source, work, target)
+    if len(sys.argv) > 3:
+        result["peers"] = {
+            "compressed-tensors -> bf16": peer(sys.argv[3], PEER_BF16, source, work),
+            "llm-compressor -> nvfp4": peer(sys.argv[3], PEER_NVFP4, source, work),
+        }
+    save("convert", result)
+
+
+if __name__ == "__main__":
+    main()

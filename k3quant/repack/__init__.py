@@ -1,0 +1,1 @@
+"""Change a checkpoint's layout without changing a bit of its tensors."""

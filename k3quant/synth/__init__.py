@@ -1,0 +1,1 @@
+"""Checkpoints of any config with true headers, made of holes or of seeded values."""
