@@ -8,7 +8,7 @@ Every round measures, one after the other and each from a source that is not in 
   repack_keep    the same files again: what a plain copy would do
 
 A repack also writes its index and journal, hashes every output and syncs it; `cp` does none of
-that. The source has the released widths: one layer with a quarter of its experts. Results go to
+that. The source has the released widths: two layers with a tenth of their experts. Results go to
 benchmarks/results/repack.json. Run: `python benchmarks/bench_repack.py`.
 """
 
@@ -31,7 +31,8 @@ from k3quant.manifest import load_config
 from k3quant.synth.run import synth
 
 ROOT = Path(__file__).resolve().parents[1]
-EXPERTS = 224
+EXPERTS = 96
+QUIET = 0.95  # idle part of the processors
 REPACKS = ("repack_size", "repack_keep")
 
 REPACK = """
@@ -62,7 +63,7 @@ def make_source(folder: Path) -> int:
     config["text_config"] |= {"vocab_size": 16384} | ids
     config |= ids
     del config["vision_config"]
-    report = synth(config, folder, sparse=False, layers=(1, 1), experts=(0, EXPERTS - 1))
+    report = synth(config, folder, sparse=False, layers=(1, 2), experts=(0, EXPERTS - 1))
     return int(report.summary["file_bytes"])
 
 
@@ -73,6 +74,27 @@ def forget(folder: Path) -> None:
             with path.open("rb") as file:
                 os.fsync(file.fileno())
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def wait_for_quiet(seconds: float) -> float:
+    """Wait until the processors are idle for two seconds, at most so long; return their idle part.
+
+    Others work on the machine too; a sample says how busy it was when it began.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        before = processor_times()
+        time.sleep(2)
+        after = processor_times()
+        idle = (after[0] - before[0]) / max(after[1] - before[1], 1)
+        if idle > QUIET or time.monotonic() > deadline:
+            return round(idle, 3)
+
+
+def processor_times() -> tuple[int, int]:
+    """Return idle and total time of all processors, in ticks."""
+    ticks = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    return ticks[3] + ticks[4], sum(ticks)
 
 
 def sync_all(folder: Path) -> None:
@@ -106,7 +128,9 @@ def repack(source: Path, out: Path, layout: str, limit: int) -> dict[str, Any]:
     return measured
 
 
-def measure(source: Path, work: Path, size: int, rounds: int) -> dict[str, list[dict[str, Any]]]:
+def measure(
+    source: Path, work: Path, size: int, *, rounds: int, patience: float
+) -> dict[str, list[dict[str, Any]]]:
     ways: dict[str, Callable[[Path], dict[str, Any]]] = {
         "cp": lambda out: copy_with_cp(source, out, synced=False),
         "cp_synced": lambda out: copy_with_cp(source, out, synced=True),
@@ -114,13 +138,16 @@ def measure(source: Path, work: Path, size: int, rounds: int) -> dict[str, list[
         "repack_keep": lambda out: repack(source, out, "keep", 0),
     }
     samples: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
+    ways["cp"](work / "out")  # the first copy pays for memory that nobody used yet
+    shutil.rmtree(work / "out")
     for number in range(rounds):
         # Another order each round, so that no way always follows the same one.
         for name in list(ways)[number % len(ways) :] + list(ways)[: number % len(ways)]:
             out = work / "out"
             forget(source)
             os.sync()
-            sample = ways[name](out) | {"load_average": os.getloadavg()[0]}
+            idle = wait_for_quiet(patience)
+            sample = ways[name](out) | {"idle_before": idle, "load_average": os.getloadavg()[0]}
             samples[name].append(sample)
             print(f"{number} {name}: {size / sample['seconds'] / 1e9:.2f} GB/s")
             forget(out)
@@ -133,6 +160,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, default=None, help="folder on the disk to measure")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--patience", type=float, default=30, help="seconds to wait for a quiet machine"
+    )
     arguments = parser.parse_args()
     where = environment()
     with tempfile.TemporaryDirectory(dir=arguments.work) as folder:
@@ -140,7 +170,9 @@ def main() -> None:
         began = time.perf_counter()
         size = make_source(source)
         synth_seconds = time.perf_counter() - began
-        taken = measure(source, Path(folder), size, arguments.rounds)
+        taken = measure(
+            source, Path(folder), size, rounds=arguments.rounds, patience=arguments.patience
+        )
     speeds = {name: rates([s["seconds"] for s in runs], size) for name, runs in taken.items()}
     repacks = [sample for name in REPACKS for sample in taken[name]]
     save(

@@ -41,6 +41,12 @@ def download(
     limit_rate: Annotated[
         str | None, typer.Option("--limit-rate", help="Most bytes a second, such as 500MB.")
     ] = None,
+    accept_new_commit: Annotated[
+        bool, typer.Option("--accept-new-commit", help="Go on in a folder of another commit.")
+    ] = False,
+    rehash: Annotated[
+        bool, typer.Option("--rehash", help="Hash again what an earlier run already proved.")
+    ] = False,
     dry_run: DryRunOpt = False,
     jobs: JobsOpt = None,
     json: JsonOpt = False,
@@ -71,6 +77,8 @@ def download(
             stall_timeout=stall_timeout,
             rate_limit=parse_size(limit_rate) if limit_rate else None,
             verify_only=verify_only,
+            accept_new_commit=accept_new_commit,
+            rehash=rehash,
         )
         if offline:
             report = check_offline(out, settings, say.progress())

@@ -65,8 +65,9 @@ def repack_in_place(
         ResourceError: The disk is full, or the system refused.
     """
     state = read_journal(folder)
-    if state is not None and state.complete:
-        _remove_record(folder)
+    ended = state is not None and state.complete
+    if ended:
+        _end(folder)
         state = None
     if is_set_aside(folder) and state is None:
         raise RefusedError(
@@ -74,6 +75,8 @@ def repack_in_place(
             hint=f"the shards not yet moved on lie in {SET_ASIDE_FOLDER}, partly freed",
         )
     job = _job(folder, settings, state, free)
+    if ended:
+        (folder / JOURNAL_FILE).unlink()
     with open_journal(folder, job, may_hold_files=True) as journal:
         if is_set_aside(folder):
             aside = SetAside(folder)
@@ -85,7 +88,9 @@ def repack_in_place(
         _move_all(plan, aside, journal, progress)
         write_last(plan, folder, journal)
         results = {"resumed_files": resumed, "outputs": outputs_of(journal)}
-    _remove_record(folder)
+    _end(folder)
+    (folder / JOURNAL_FILE).unlink()
+    sync_folder(folder)
     return plan, results
 
 
@@ -280,8 +285,6 @@ def _free(aside: SetAside, blocks: list[tuple[str, int, int]]) -> None:
             os.close(fd)
 
 
-def _remove_record(folder: Path) -> None:
+def _end(folder: Path) -> None:
     if is_set_aside(folder):
         end_set_aside(folder)
-    (folder / JOURNAL_FILE).unlink(missing_ok=True)
-    sync_folder(folder)

@@ -10,7 +10,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from k3quant.checkpoint.copy import link_file
+from k3quant.checkpoint.copy import CopyWay, link_file
 from k3quant.checkpoint.journal import Job, Journal, open_journal, read_journal, stamp_source
 from k3quant.checkpoint.output_file import (
     PARTIAL_SUFFIX,
@@ -19,6 +19,8 @@ from k3quant.checkpoint.output_file import (
     preflight_space,
     write_error,
 )
+from k3quant.checkpoint.shard_pool import Advance, write_shards
+from k3quant.checkpoint.shards import ShardFile
 from k3quant.errors import RefusedError, UsageError
 from k3quant.progress import SILENT, Progress
 from k3quant.repack.copying import ShardCopier
@@ -37,6 +39,7 @@ def run_repack(
     settings: RepackSettings,
     progress: Progress = SILENT,
     *,
+    jobs: int = 2,
     free: FreeBytes = free_bytes,
 ) -> Report:
     """Repack a checkpoint, or go on where a run of the same command was cut short.
@@ -47,6 +50,7 @@ def run_repack(
             source's.
         settings: What is asked for.
         progress: Told the bytes written.
+        jobs: Outputs written at a time; in place it is one.
         free: Tells the free bytes of a folder.
 
     Returns:
@@ -67,7 +71,7 @@ def run_repack(
             plan, results = repack_in_place(source, settings, progress, free=free)
         else:
             plan = plan_repack(source, settings)
-            results = _run(plan, source, out, progress, free)
+            results = _run(plan, source, out, progress, free, jobs)
     except OSError as error:
         raise write_error(out, error, need=0) from error
     seconds = perf_counter() - start
@@ -93,7 +97,7 @@ def _check_folders(source: Path, out: Path, settings: RepackSettings) -> None:
 
 
 def _run(
-    plan: RepackPlan, source: Path, out: Path, progress: Progress, free: FreeBytes
+    plan: RepackPlan, source: Path, out: Path, progress: Progress, free: FreeBytes, jobs: int
 ) -> dict[str, Any]:
     stamps = stamp_source(plan.checkpoint)
     job = Job(command="repack", parameters=plan.settings.parameters(), source=stamps)
@@ -105,7 +109,7 @@ def _run(
             if state is not None:
                 _remove_partials(plan, out)
                 _preflight(plan, out, journal.finished, free)
-            ways = _write_all(plan, source, out, journal, progress)
+            ways = _write_all(plan, source, out, journal, progress, jobs)
             if stamp_source(plan.checkpoint) != stamps:
                 raise RefusedError(
                     f"{source}: expected the source to stay as it was, got a change meanwhile",
@@ -122,27 +126,34 @@ def _run(
 
 
 def _write_all(
-    plan: RepackPlan, source: Path, out: Path, journal: Journal, progress: Progress
+    plan: RepackPlan, source: Path, out: Path, journal: Journal, progress: Progress, jobs: int
 ) -> dict[str, int]:
     progress.start("repack", plan.bytes_to_copy, "B")
-    with ShardCopier(lambda file: source / file, progress.advance) as copier:
-        for shard in plan.shards.files:
-            progress.note(shard.file)
-            size = plan.sizes[shard.file]
-            if shard.file in journal.finished:
-                progress.advance(0 if shard.file in plan.linked else size)
-                continue
-            path = out / shard.file
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if origin := plan.linked.get(shard.file):
-                link_file(source / origin, path)
-                written = WrittenFile(file=shard.file, size=size, sha256="")
-            else:
+    ways: list[Mapping[CopyWay, int]] = []
+
+    def write(shard: ShardFile, advance: Advance) -> None:
+        progress.note(shard.file)
+        size = plan.sizes[shard.file]
+        if shard.file in journal.finished:
+            advance(0 if shard.file in plan.linked else size)
+            return
+        path = out / shard.file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if origin := plan.linked.get(shard.file):
+            link_file(source / origin, path)
+            written = WrittenFile(file=shard.file, size=size, sha256="")
+        else:
+            with ShardCopier(lambda file: source / file, advance) as copier:
                 written = copier.write_shard(path, plan.header(shard))
-            journal.record(replace(written, file=shard.file))
+            ways.append(copier.copied)
+        journal.record(replace(written, file=shard.file))
+
+    write_shards(write, plan.shards.files, jobs=jobs, advance=progress.advance)
+    with ShardCopier(lambda file: source / file, SILENT.advance) as copier:
         for file in plan.sidecars.copied:
             copier.copy_file(source / file, out / file)
-        return {str(way): count for way, count in copier.copied.items() if count}
+    total = {str(way): sum(copied[way] for copied in ways) for way in CopyWay}
+    return {way: count for way, count in total.items() if count}
 
 
 def _preflight(

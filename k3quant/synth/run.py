@@ -7,10 +7,8 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from threading import Event
 from time import perf_counter
 from typing import Any
 
@@ -28,6 +26,7 @@ from k3quant.checkpoint.output_file import (
     write_error,
 )
 from k3quant.checkpoint.reader import CONFIG_FILE
+from k3quant.checkpoint.shard_pool import Advance, write_shards
 from k3quant.checkpoint.writer import ShardWriter
 from k3quant.errors import UsageError
 from k3quant.models.k3_config import K3Config, read_config
@@ -123,7 +122,8 @@ def synth(
     progress.start("synth", file_bytes, "B")
     with open_journal(out, job) as journal:
         work = _Work(source, seed, sparse, journal, progress)
-        work.run(shards, jobs)
+        largest_first = sorted(shards, key=lambda shard: -shard.file_bytes)
+        write_shards(work.write, largest_first, jobs=jobs, advance=progress.advance)
         _write_rest(out, shards, dict(config), cut, sparse=sparse)
         journal.mark_complete()
     return Report(
@@ -143,42 +143,24 @@ def synth(
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """Writing shards in threads; the first fault, or Control-C, stops them all within a piece."""
+    """What writing any shard needs."""
 
     source: K3Config
     seed: int
     sparse: bool
     journal: Journal
     progress: Progress
-    stop: Event = field(default_factory=Event)
 
-    def run(self, shards: list[_Shard], jobs: int) -> None:
-        pool = ThreadPoolExecutor(max(jobs, 1))
-        largest_first = sorted(shards, key=lambda shard: -shard.file_bytes)
-        try:
-            futures = [pool.submit(self._write, shard) for shard in largest_first]
-            for future in wait(futures, return_when=FIRST_EXCEPTION).done:
-                future.result()
-        finally:
-            self.stop.set()
-            pool.shutdown(cancel_futures=True)
-
-    def _write(self, shard: _Shard) -> None:
+    def write(self, shard: _Shard, advance: Advance) -> None:
         self.progress.note(shard.file)
         path = self.journal.folder / shard.file
         if shard.file in self.journal.finished:
-            self._advance(shard.file_bytes)
+            advance(shard.file_bytes)
         elif self.sparse:
             self.journal.record(_write_holes(path, shard))
-            self._advance(shard.file_bytes)
+            advance(shard.file_bytes)
         else:
-            written = _write_values(path, shard, self.source, self.seed, self._advance)
-            self.journal.record(written)
-
-    def _advance(self, amount: int) -> None:
-        if self.stop.is_set():
-            raise CancelledError
-        self.progress.advance(amount)
+            self.journal.record(_write_values(path, shard, self.source, self.seed, advance))
 
 
 def _shards(source: K3Config, cut: Cut | None) -> Iterator[_Shard]:
@@ -207,7 +189,7 @@ def _entries(tensors: list[CutTensor]) -> list[tuple[str, str, tuple[int, ...]]]
 
 
 def _write_values(
-    path: Path, shard: _Shard, source: K3Config, seed: int, advance: Callable[[int], None]
+    path: Path, shard: _Shard, source: K3Config, seed: int, advance: Advance
 ) -> WrittenFile:
     tensors = {tensor.result.name: tensor for tensor in shard.tensors}
     with ShardWriter(path, _entries(shard.tensors), digest=False) as writer:

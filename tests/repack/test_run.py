@@ -241,11 +241,12 @@ class TestSpace:
         with monkeypatch.context() as patch:
             patch.setattr(os, "posix_fallocate", fill)
             with pytest.raises(ResourceError, match="no space left"):
-                run_repack(tiny, out, settings)
+                run_repack(tiny, out, settings, jobs=1)
         assert not (out / INDEX).exists()
-        assert len(_shards(out)) == 2
+        written = len(_shards(out))
+        assert 2 <= written < 5
         report = run_repack(tiny, out, settings)
-        assert report.summary["resumed_files"] == 2
+        assert report.summary["resumed_files"] == written
         run_repack(tiny, tmp_path / "other", settings)
         assert files(out) == files(tmp_path / "other")
 
@@ -264,7 +265,7 @@ class TestResume:
         with monkeypatch.context() as patch:
             patch.setattr(copying.ShardCopier, "write_shard", stop)
             with pytest.raises(KeyboardInterrupt):
-                run_repack(tiny, out, settings)
+                run_repack(tiny, out, settings, jobs=1)
         assert len(_shards(out)) == 2
         return out, settings
 
@@ -360,6 +361,14 @@ def test_the_overall_index_is_the_last_file_to_appear(tiny, tmp_path, monkeypatc
         "model.safetensors.index.rank-00001-of-000002.json",
         INDEX,
     ]
+
+
+@pytest.mark.parametrize("jobs", [1, 4])
+def test_the_result_does_not_depend_on_the_jobs(tiny, tmp_path, files, jobs):
+    settings = RepackSettings(max_shard_bytes=60_000)
+    run_repack(tiny, tmp_path / "two", settings)
+    run_repack(tiny, tmp_path / "other", settings, jobs=jobs)
+    assert files(tmp_path / "two") == files(tmp_path / "other")
 
 
 def test_the_report_has_the_digest_of_every_output(tiny, tmp_path):
