@@ -1,4 +1,4 @@
-"""`k3quant demo`: the whole tool on a small trained Kimi-K3, in under a minute."""
+"""`k3quant demo`: the whole tool on a small trained Kimi-K3, in a few minutes."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
