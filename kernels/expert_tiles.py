@@ -16,13 +16,11 @@ class SortedSlots(NamedTuple):
     Attributes:
         slot: `[N k]` int64, sorted position to slot; the token is slot // k.
         place: `[N, k]` int64, slot to sorted position.
-        counts: `[E]` int64, slots of each expert.
         offsets: `[E + 1]` int32, first sorted position of each expert, and the end.
     """
 
     slot: Tensor
     place: Tensor
-    counts: Tensor
     offsets: Tensor
 
 
@@ -30,7 +28,7 @@ class ExpertTiles(NamedTuple):
     """Tiles of sorted slots.
 
     Attributes:
-        expert: `[tiles]` int32, E for tiles beyond the last; their number needs no look at data.
+        expert: `[tiles]` int32.
         first: `[E + 1]` int32, first tile of each expert, and the end.
     """
 
@@ -45,31 +43,25 @@ def sort_slots(topk_idx: Tensor, experts: int) -> SortedSlots:
         topk_idx: `[N, k]` expert of each slot.
         experts: Number of experts.
     """
-    flat = topk_idx.flatten().int()  # half the passes of a 64-bit sort
-    slot = torch.sort(flat, stable=True).indices
+    # Half the passes of a 64-bit sort.
+    by_expert, slot = torch.sort(topk_idx.flatten().int(), stable=True)
     place = torch.empty_like(slot)
     place[slot] = torch.arange(len(slot), device=slot.device)
-    counts = torch.zeros(experts, dtype=torch.int64, device=slot.device)
-    counts.scatter_add_(0, flat.long(), torch.ones_like(slot))
-    return SortedSlots(slot, place.view(topk_idx.shape), counts, _edges(counts))
+    edge = torch.arange(experts + 1, dtype=torch.int32, device=slot.device)
+    offsets = torch.searchsorted(by_expert, edge, out_int32=True)
+    return SortedSlots(slot, place.view(topk_idx.shape), offsets)
 
 
-def cut_tiles(counts: Tensor, rows: int, slots: int) -> ExpertTiles:
-    """Cut each expert's slots into tiles, without waiting for the device.
+def cut_tiles(offsets: Tensor, rows: int) -> ExpertTiles:
+    """Cut each expert's slots into tiles; waits for their number.
 
     Args:
-        counts: `[E]` slots of each expert.
+        offsets: `[E + 1]` int32, first slot of each expert, and the end.
         rows: Slots of a full tile.
-        slots: Upper bound of the sum of `counts`.
     """
-    first = _edges((counts + rows - 1) // rows)
-    most = min(len(counts), slots) + slots // rows
-    tile = torch.arange(most, dtype=torch.int32, device=counts.device)
+    first = torch.zeros_like(offsets)
+    tiles = (offsets.diff() + rows - 1) // rows
+    torch.cumsum(tiles, 0, dtype=torch.int32, out=first[1:])
+    tile = torch.arange(int(first[-1]), dtype=torch.int32, device=offsets.device)
     expert = torch.searchsorted(first[1:].contiguous(), tile, right=True, out_int32=True)
     return ExpertTiles(expert, first)
-
-
-def _edges(counts: Tensor) -> Tensor:
-    edges = torch.zeros(len(counts) + 1, dtype=torch.int32, device=counts.device)
-    torch.cumsum(counts, 0, dtype=torch.int32, out=edges[1:])
-    return edges

@@ -18,7 +18,7 @@ from k3quant.kernels.moe_w4a16 import (
     MAX_SCALE,
     down,
     gate_up,
-    gather_interleaved,
+    interleave_columns,
     slots_of_tile,
 )
 from k3quant.kernels.mxfp4_dequantize import dequantize_mxfp4
@@ -51,33 +51,31 @@ class PackedExperts:
     """The routed experts of a layer.
 
     Attributes:
-        w1: Gate projections, `[E, inner, latent]`.
+        w13: Gate projections and, behind each expert's, up projections, `[E, 2 inner, latent]`.
         w2: Down projections, `[E, latent, inner]`.
-        w3: Up projections, `[E, inner, latent]`.
-        largest_scale: The largest scale byte of all three; the fused form takes up to 128.
+        largest_scale: The largest scale byte of all; the fused form takes up to 128.
     """
 
-    w1: PackedWeight
+    w13: PackedWeight
     w2: PackedWeight
-    w3: PackedWeight
     largest_scale: int
 
     @property
     def count(self) -> int:
         """Number of experts."""
-        return self.w1.packed.shape[0]
+        return self.w2.packed.shape[0]
 
     @property
     def fits_fused(self) -> bool:
         """Whether shapes and scales allow the fused form."""
-        inner, latent = self.w1.packed.shape[1], self.w2.packed.shape[1]
+        inner, latent = self.w2.packed.shape[2] * 2, self.w2.packed.shape[1]
         return not (inner % DEPTH or latent % DEPTH) and self.largest_scale <= MAX_SCALE
 
 
-def pack_experts(w1: PackedWeight, w2: PackedWeight, w3: PackedWeight) -> PackedExperts:
+def pack_experts(w13: PackedWeight, w2: PackedWeight) -> PackedExperts:
     """Put a layer's experts together, looking at their scales once."""
-    largest = max(int(weight.scale_e8m0.max()) for weight in (w1, w2, w3))
-    return PackedExperts(w1=w1, w2=w2, w3=w3, largest_scale=largest)
+    largest = max(int(weight.scale_e8m0.max()) for weight in (w13, w2))
+    return PackedExperts(w13=w13, w2=w2, largest_scale=largest)
 
 
 def moe_grouped_mm(
@@ -113,7 +111,7 @@ def moe_grouped_mm(
     """
     if z.dtype != torch.bfloat16:
         raise ValueError(f"z: expected bfloat16, got {z.dtype}")
-    slots, k = topk_idx.numel(), topk_idx.shape[1]
+    slots = topk_idx.numel()
     if fused is None:
         fused = experts.fits_fused and slots <= FUSED_TOKENS * experts.count
     if fused and not experts.fits_fused:
@@ -122,27 +120,20 @@ def moe_grouped_mm(
         )
     order = sort_slots(topk_idx, experts.count)
     if fused:
-        out = _fused(z, order, experts, k, beta=beta, linear_beta=linear_beta)
+        out = _fused(z, order, experts, beta=beta, linear_beta=linear_beta)
     else:
-        out = _decoded(z, order, experts, k, chunk_bytes, beta=beta, linear_beta=linear_beta)
+        out = _decoded(z, order, experts, chunk_bytes, beta=beta, linear_beta=linear_beta)
     return moe_combine(out, order.place, topk_weight)
 
 
 def _fused(
-    z: Tensor,
-    order: SortedSlots,
-    experts: PackedExperts,
-    k: int,
-    *,
-    beta: float,
-    linear_beta: float,
+    z: Tensor, order: SortedSlots, experts: PackedExperts, *, beta: float, linear_beta: float
 ) -> Tensor:
-    slots = len(order.slot)
-    rows = slots_of_tile(slots / experts.count)
-    tiles = cut_tiles(order.counts, rows, slots)
-    x = gather_interleaved(z, order, k)
-    w1, w2, w3 = ((w.packed, w.scale_e8m0) for w in (experts.w1, experts.w2, experts.w3))
-    hidden = gate_up(x, w1, w3, order, tiles, rows=rows, beta=beta, linear_beta=linear_beta)
+    rows = slots_of_tile(len(order.slot) / experts.count)
+    tiles = cut_tiles(order.offsets, rows)
+    w13, w2 = ((w.packed, w.scale_e8m0) for w in (experts.w13, experts.w2))
+    x = interleave_columns(z)
+    hidden = gate_up(x, w13, order, tiles, rows=rows, beta=beta, linear_beta=linear_beta)
     return down(hidden, w2, order, tiles, rows=rows)
 
 
@@ -150,13 +141,13 @@ def _decoded(
     z: Tensor,
     order: SortedSlots,
     experts: PackedExperts,
-    k: int,
     chunk_bytes: int,
     *,
     beta: float,
     linear_beta: float,
 ) -> Tensor:
-    inner, latent = experts.w1.packed.shape[1], experts.w2.packed.shape[1]
+    k, latent = order.place.shape[1], z.shape[1]
+    inner = experts.w2.packed.shape[2] * 2
     step = max(1, min(experts.count, chunk_bytes // (3 * inner * latent * z.itemsize)))
     up_buffer = z.new_empty((step, 2 * inner, latent))
     down_buffer = z.new_empty((step, latent, inner))
@@ -168,8 +159,7 @@ def _decoded(
         if rows.start == rows.stop:
             continue
         up_weight, down_weight = up_buffer[: last - first], down_buffer[: last - first]
-        targets = (up_weight[:, :inner], down_weight, up_weight[:, inner:])
-        for weight, target in zip((experts.w1, experts.w2, experts.w3), targets, strict=True):
+        for weight, target in ((experts.w13, up_weight), (experts.w2, down_weight)):
             packed, scale_e8m0 = weight.packed[first:last], weight.scale_e8m0[first:last]
             dequantize_mxfp4(packed, scale_e8m0, out=target)
         starts = [edge - rows.start for edge in edges[first : last + 1]]
@@ -189,6 +179,5 @@ def _products(x: Tensor, weight: Tensor, starts: list[int]) -> Tensor:
         for expert, (first, last) in enumerate(pairwise(starts)):
             torch.mm(x[first:last], weight[expert].T, out=out[first:last])
         return out
-    offsets = torch.tensor(starts, dtype=torch.int32).to(x.device, non_blocking=True)
-    tiles = cut_tiles(offsets.diff(), TILE_ROWS, len(x))
-    return moe_tiles_mm(x, weight, tiles, offsets)
+    offsets = torch.tensor(starts, dtype=torch.int32, device=x.device)
+    return moe_tiles_mm(x, weight, cut_tiles(offsets, TILE_ROWS), offsets)

@@ -36,7 +36,7 @@ def moe_tiles_mm(x: Tensor, weight: Tensor, tiles: ExpertTiles, offsets: Tensor)
     Returns:
         `[rows, out]` bfloat16.
     """
-    experts, width, depth = weight.shape
+    width, depth = weight.shape[1:]
     out = torch.empty((len(x), width), dtype=x.dtype, device=x.device)
     columns = triton.cdiv(width, _COLS)
     if out.numel():
@@ -48,7 +48,6 @@ def moe_tiles_mm(x: Tensor, weight: Tensor, tiles: ExpertTiles, offsets: Tensor)
             tiles.first,
             offsets,
             columns,
-            experts,
             width,
             depth,
             ROWS=TILE_ROWS,
@@ -69,7 +68,6 @@ def _moe_tiles_mm_kernel(
     first_ptr,
     offsets_ptr,
     columns,
-    experts,
     width,
     depth,
     ROWS: tl.constexpr,
@@ -77,20 +75,17 @@ def _moe_tiles_mm_kernel(
     DEPTH: tl.constexpr,
 ):
     expert = tl.load(expert_ptr + tl.program_id(0) // columns)
-    if expert < experts:
-        first = tl.load(first_ptr + expert)
-        row_tiles = tl.load(first_ptr + expert + 1) - first
-        local = tl.program_id(0) - first * columns
-        column = local // row_tiles * COLS
-        start = tl.load(offsets_ptr + expert) + local % row_tiles * ROWS
-        end = tl.load(offsets_ptr + expert + 1)
-        total = tl.zeros((ROWS, COLS), tl.float32)
-        for k in range(0, depth, DEPTH):
-            weight = weight_desc.load([expert * width + column, k])
-            total = dot_bf16(x_desc.load([start, k]), weight.T, total)
-        row = start + tl.arange(0, ROWS)
-        col = column + tl.arange(0, COLS)
-        place = row.to(tl.int64)[:, None] * width + col[None, :]
-        tl.store(
-            out_ptr + place, to_bf16(total), mask=(row < end)[:, None] & (col < width)[None, :]
-        )
+    first = tl.load(first_ptr + expert)
+    row_tiles = tl.load(first_ptr + expert + 1) - first
+    local = tl.program_id(0) - first * columns
+    column = local // row_tiles * COLS
+    start = tl.load(offsets_ptr + expert) + local % row_tiles * ROWS
+    end = tl.load(offsets_ptr + expert + 1)
+    total = tl.zeros((ROWS, COLS), tl.float32)
+    for k in range(0, depth, DEPTH):
+        weight = weight_desc.load([expert * width + column, k])
+        total = dot_bf16(x_desc.load([start, k]), weight.T, total)
+    row = start + tl.arange(0, ROWS)
+    col = column + tl.arange(0, COLS)
+    place = row.to(tl.int64)[:, None] * width + col[None, :]
+    tl.store(out_ptr + place, to_bf16(total), mask=(row < end)[:, None] & (col < width)[None, :])

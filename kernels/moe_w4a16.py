@@ -7,6 +7,8 @@ memory in the order in which those pairs reach the tensor core, see `interleave`
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -23,11 +25,39 @@ MAX_SCALE = 128
 DEPTH = 128
 """The columns of both products are multiples of it."""
 
-_ROWS = 128
-_STEP = 128
-_WARPS = 4
-_STAGES = 3
-_REGISTERS = 128  # leaves room for four programs a multiprocessor
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """How a program of either product is cut.
+
+    Attributes:
+        rows: Rows of the weight.
+        depth: Columns a step, 128 where the weight's are no multiple of it.
+        warps: Warps of a program.
+        stages: Steps in flight and at hand.
+        registers: Most registers a thread may have; fewer let more programs share a processor.
+    """
+
+    rows: int = 128
+    depth: int = 128
+    warps: int = 4
+    stages: int = 3
+    registers: int | None = None
+
+
+# By slots of a tile, measured on one H200.
+GATE_UP_TILES = {
+    16: Tile(registers=96),
+    32: Tile(registers=96),
+    64: Tile(warps=8, registers=80),
+    128: Tile(stages=2),
+}
+DOWN_TILES = {
+    16: Tile(registers=96),
+    32: Tile(registers=96),
+    64: Tile(warps=8, registers=80),
+    128: Tile(stages=2),
+}
 
 
 def slots_of_tile(usual: float) -> int:
@@ -39,30 +69,25 @@ def slots_of_tile(usual: float) -> int:
     return next((slots for slots in (16, 32, 64) if 1.5 * usual <= slots), 128)
 
 
-def gather_interleaved(z: Tensor, slots: SortedSlots, k: int) -> Tensor:
-    """Copy each sorted slot's token, its columns in the order of `interleave`.
+def interleave_columns(z: Tensor) -> Tensor:
+    """Copy rows, their columns in the order of `interleave`.
 
     Args:
-        z: `[N, D]` bfloat16, contiguous.
-        slots: The sorted slots.
-        k: Slots a token.
+        z: `[N, D]` bfloat16, contiguous, D a multiple of 32.
 
     Returns:
-        `[N k, D]` bfloat16.
+        `[N, D]` bfloat16.
     """
-    count, width = len(slots.slot), z.shape[-1]
-    out = torch.empty((count, width), dtype=z.dtype, device=z.device)
-    if count:
-        _gather_interleaved_kernel[(count, triton.cdiv(width, 1024))](
-            z, slots.slot, out, width, SLOTS=k, COLS=1024, num_warps=4
-        )
+    out = torch.empty_like(z)
+    if z.numel():
+        grid = (len(z), triton.cdiv(z.shape[1], 1024))
+        _interleave_kernel[grid](z, out, z.shape[1], COLS=1024, num_warps=4)
     return out
 
 
 def gate_up(
     x: Tensor,
-    w1: tuple[Tensor, Tensor],
-    w3: tuple[Tensor, Tensor],
+    w13: tuple[Tensor, Tensor],
     slots: SortedSlots,
     tiles: ExpertTiles,
     *,
@@ -73,9 +98,9 @@ def gate_up(
     """Compute SiTU of both projections of each slot.
 
     Args:
-        x: `[slots, D]` bfloat16 from `gather_interleaved`.
-        w1: Packed codes `[E, I, D / 2]` and scale bytes `[E, I, D / 32]`, none above `MAX_SCALE`.
-        w3: Likewise.
+        x: `[N, D]` bfloat16 tokens from `interleave_columns`.
+        w13: Packed codes `[E, 2 I, D / 2]`, gates first, and scale bytes `[E, 2 I, D / 32]`, none
+            above `MAX_SCALE`.
         slots: The sorted slots.
         tiles: Tiles of `rows` slots.
         rows: 16, 32, 64 or 128.
@@ -85,30 +110,30 @@ def gate_up(
     Returns:
         `[slots, I]` bfloat16, columns interleaved.
     """
-    inner, depth = w1[0].shape[1], x.shape[-1]
-    out = torch.empty((len(x), inner), dtype=torch.bfloat16, device=x.device)
+    inner, depth = w13[0].shape[1] // 2, x.shape[-1]
+    out = torch.empty((len(slots.slot), inner), dtype=torch.bfloat16, device=x.device)
     if out.numel():
-        _gate_up_kernel[(triton.cdiv(inner, _ROWS // 2) * len(tiles.expert),)](
+        tile = GATE_UP_TILES[rows]
+        _gate_up_kernel[(triton.cdiv(inner, tile.rows // 2) * len(tiles.expert),)](
             x,
-            w1[0].view(torch.int32),
-            w1[1].view(torch.int32),
-            w3[0].view(torch.int32),
-            w3[1].view(torch.int32),
+            slots.slot,
+            w13[0].view(torch.int32),
+            w13[1].view(torch.int32),
             out,
             tiles.expert,
             tiles.first,
             slots.offsets,
-            len(w1[0]),
+            SLOTS_A_TOKEN=slots.place.shape[1],
             INNER=inner,
             DEPTH_ALL=depth,
             BETA=beta,
             LINEAR_BETA=linear_beta,
-            ROWS=_ROWS,
+            ROWS=tile.rows,
             SLOTS=rows,
-            DEPTH=_step(x.shape[-1]),
-            num_warps=_WARPS,
-            num_stages=_STAGES,
-            maxnreg=_REGISTERS,
+            DEPTH=DEPTH if depth % tile.depth else tile.depth,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+            maxnreg=tile.registers,
         )
     return out
 
@@ -131,7 +156,8 @@ def down(
     width, inner = w2[0].shape[1], x.shape[-1]
     out = torch.empty((len(x), width), dtype=torch.bfloat16, device=x.device)
     if out.numel():
-        _down_kernel[(triton.cdiv(width, _ROWS) * len(tiles.expert),)](
+        tile = DOWN_TILES[rows]
+        _down_kernel[(triton.cdiv(width, tile.rows) * len(tiles.expert),)](
             x,
             w2[0].view(torch.int32),
             w2[1].view(torch.int32),
@@ -139,22 +165,16 @@ def down(
             tiles.expert,
             tiles.first,
             slots.offsets,
-            len(w2[0]),
             WIDTH=width,
             INNER=inner,
-            ROWS=_ROWS,
+            ROWS=tile.rows,
             SLOTS=rows,
-            DEPTH=_step(x.shape[-1]),
-            num_warps=_WARPS,
-            num_stages=_STAGES,
-            maxnreg=_REGISTERS,
+            DEPTH=DEPTH if inner % tile.depth else tile.depth,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+            maxnreg=tile.registers,
         )
     return out
-
-
-def _step(depth: int) -> int:
-    """Return how many columns a step takes: long runs of a row keep memory pages open."""
-    return DEPTH if depth % _STEP else _STEP
 
 
 @triton.jit
@@ -170,14 +190,11 @@ def interleave(column):
 
 
 @triton.jit
-def _gather_interleaved_kernel(
-    z_ptr, slot_ptr, out_ptr, width, SLOTS: tl.constexpr, COLS: tl.constexpr
-):
-    row = tl.program_id(0).to(tl.int64)
-    token = tl.load(slot_ptr + row) // SLOTS
+def _interleave_kernel(z_ptr, out_ptr, width, COLS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * width
     column = tl.program_id(1) * COLS + tl.arange(0, COLS)
-    x = tl.load(z_ptr + token * width + interleave(column), mask=column < width, other=0)
-    tl.store(out_ptr + row * width + column, x, mask=column < width)
+    x = tl.load(z_ptr + row + interleave(column), mask=column < width, other=0)
+    tl.store(out_ptr + row + column, x, mask=column < width)
 
 
 @triton.jit
@@ -222,26 +239,57 @@ def _high_pair(words, scale):
 
 
 @triton.jit
-def _tile(tile, expert_ptr, first_ptr, offsets_ptr, experts, SLOTS: tl.constexpr):
+def _tile(tile, expert_ptr, first_ptr, offsets_ptr, SLOTS: tl.constexpr):
     """Return the expert, first slot and end of slots of a tile."""
     expert = tl.load(expert_ptr + tile)
-    known = tl.minimum(expert, experts - 1)
-    start = tl.load(offsets_ptr + known) + (tile - tl.load(first_ptr + known)) * SLOTS
-    return expert, start, tl.load(offsets_ptr + known + 1)
+    start = tl.load(offsets_ptr + expert) + (tile - tl.load(first_ptr + expert)) * SLOTS
+    return expert.to(tl.int64), start, tl.load(offsets_ptr + expert + 1)
+
+
+@triton.jit
+def _product(
+    x_ptr,
+    x_rows,
+    live,
+    words_ptr,
+    scales_ptr,
+    w_rows,
+    DEPTH_ALL: tl.constexpr,
+    ROWS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """Multiply rows of a packed weight with slots, `[ROWS, SLOTS]` float32.
+
+    Only scalars move in the loop: offsets of rows are added to them, which is cheaper than moving
+    every pointer.
+    """
+    x_place = x_rows[None, :] * DEPTH_ALL + tl.arange(0, DEPTH)[:, None]
+    w_place = w_rows[:, None] * (DEPTH_ALL // 8) + tl.arange(0, DEPTH // 8)[None, :]
+    s_place = w_rows[:, None] * (DEPTH_ALL // 128) + tl.arange(0, DEPTH // 128)[None, :]
+    total = tl.zeros((ROWS, SLOTS), tl.float32)
+    for _ in range(0, DEPTH_ALL, DEPTH):
+        x = tl.load(x_ptr + x_place, mask=live[None, :], other=0)
+        words = tl.load(words_ptr + w_place).to(tl.uint32, bitcast=True)
+        scales = tl.load(scales_ptr + s_place).to(tl.uint32, bitcast=True)
+        total = dot_bf16(_decode_tile(words, scales, ROWS, DEPTH), x, total)
+        x_ptr += DEPTH
+        words_ptr += DEPTH // 8
+        scales_ptr += DEPTH // 128
+    return total
 
 
 @triton.jit
 def _gate_up_kernel(
     x_ptr,
-    w1_ptr,
-    s1_ptr,
-    w3_ptr,
-    s3_ptr,
+    slot_ptr,
+    words_ptr,
+    scales_ptr,
     out_ptr,
     expert_ptr,
     first_ptr,
     offsets_ptr,
-    experts,
+    SLOTS_A_TOKEN: tl.constexpr,
     INNER: tl.constexpr,
     DEPTH_ALL: tl.constexpr,
     BETA: tl.constexpr,
@@ -250,52 +298,37 @@ def _gate_up_kernel(
     SLOTS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    tile = tl.program_id(0) // tl.cdiv(INNER, ROWS // 2)
-    expert, start, end = _tile(tile, expert_ptr, first_ptr, offsets_ptr, experts, SLOTS)
-    if expert < experts:
-        # Half the rows are gates, half ups of the same outputs. The next product wants its columns
-        # interleaved: these rows are they.
-        HALF: tl.constexpr = ROWS // 2
-        r = tl.arange(0, ROWS)
-        start_place = tl.program_id(0) % tl.cdiv(INNER, HALF) * HALF
-        row = tl.minimum(interleave(start_place + r % HALF), INNER - 1)
-        row = expert.to(tl.int64) * INNER + row
-        word, block = tl.arange(0, DEPTH // 8), tl.arange(0, DEPTH // 128)
-        is_gate = (r < HALF)[:, None]
-        w_place = row[:, None] * (DEPTH_ALL // 8) + word[None, :]
-        s_place = row[:, None] * (DEPTH_ALL // 128) + block[None, :]
-        w_ptrs = tl.where(is_gate, w1_ptr + w_place, w3_ptr + w_place)
-        s_ptrs = tl.where(is_gate, s1_ptr + s_place, s3_ptr + s_place)
-        slot = start + tl.arange(0, SLOTS)
-        live = (slot < end)[None, :]
-        x_ptrs = x_ptr + slot.to(tl.int64)[None, :] * DEPTH_ALL + tl.arange(0, DEPTH)[:, None]
-        total = tl.zeros((ROWS, SLOTS), tl.float32)
-        for _ in range(0, DEPTH_ALL, DEPTH):
-            x = tl.load(x_ptrs, mask=live, other=0)
-            words = tl.load(w_ptrs).to(tl.uint32, bitcast=True)
-            scales = tl.load(s_ptrs).to(tl.uint32, bitcast=True)
-            total = dot_bf16(_decode_tile(words, scales, ROWS, DEPTH), x, total)
-            x_ptrs += DEPTH
-            w_ptrs += DEPTH // 8
-            s_ptrs += DEPTH // 128
-        total = to_float32(to_bf16(total))
-        gate, up = tl.split(tl.permute(tl.reshape(total, (2, HALF, SLOTS)), (1, 2, 0)))
-        value = to_bf16(situ(gate, up, BETA, LINEAR_BETA))
-        place = start_place + tl.arange(0, HALF)
-        out_place = slot.to(tl.int64)[None, :] * INNER + place[:, None]
-        tl.store(out_ptr + out_place, value, mask=live & (place < INNER)[:, None])
+    # Half the rows are gates, half ups of the same outputs. The next product wants its columns
+    # interleaved: these rows are they.
+    HALF: tl.constexpr = ROWS // 2
+    tile = tl.program_id(0) // tl.cdiv(INNER, HALF)
+    expert, start, end = _tile(tile, expert_ptr, first_ptr, offsets_ptr, SLOTS)
+    r = tl.arange(0, ROWS)
+    first = tl.program_id(0) % tl.cdiv(INNER, HALF) * HALF
+    row = tl.minimum(interleave(first + r % HALF), INNER - 1) + r // HALF * INNER
+    slot = start + tl.arange(0, SLOTS)
+    live = slot < end
+    token = tl.load(slot_ptr + slot, mask=live, other=0) // SLOTS_A_TOKEN
+    words_ptr += expert * (2 * INNER * (DEPTH_ALL // 8))
+    scales_ptr += expert * (2 * INNER * (DEPTH_ALL // 128))
+    both = _product(x_ptr, token, live, words_ptr, scales_ptr, row, DEPTH_ALL, ROWS, SLOTS, DEPTH)
+    both = to_float32(to_bf16(both))
+    gate, up = tl.split(tl.permute(tl.reshape(both, (2, HALF, SLOTS)), (1, 2, 0)))
+    value = to_bf16(situ(gate, up, BETA, LINEAR_BETA))
+    place = first + tl.arange(0, HALF)
+    out_place = slot.to(tl.int64)[None, :] * INNER + place[:, None]
+    tl.store(out_ptr + out_place, value, mask=live[None, :] & (place < INNER)[:, None])
 
 
 @triton.jit
 def _down_kernel(
     x_ptr,
-    w2_ptr,
-    s2_ptr,
+    words_ptr,
+    scales_ptr,
     out_ptr,
     expert_ptr,
     first_ptr,
     offsets_ptr,
-    experts,
     WIDTH: tl.constexpr,
     INNER: tl.constexpr,
     ROWS: tl.constexpr,
@@ -303,25 +336,14 @@ def _down_kernel(
     DEPTH: tl.constexpr,
 ):
     tile = tl.program_id(0) // tl.cdiv(WIDTH, ROWS)
-    expert, start, end = _tile(tile, expert_ptr, first_ptr, offsets_ptr, experts, SLOTS)
-    if expert < experts:
-        place = tl.program_id(0) % tl.cdiv(WIDTH, ROWS) * ROWS + tl.arange(0, ROWS)
-        row = expert.to(tl.int64) * WIDTH + tl.minimum(place, WIDTH - 1)
-        word, block = tl.arange(0, DEPTH // 8), tl.arange(0, DEPTH // 128)
-        w_place = row[:, None] * (INNER // 8) + word[None, :]
-        s_place = row[:, None] * (INNER // 128) + block[None, :]
-        slot = start + tl.arange(0, SLOTS)
-        live = (slot < end)[None, :]
-        x_ptrs = x_ptr + slot.to(tl.int64)[None, :] * INNER + tl.arange(0, DEPTH)[:, None]
-        w_ptrs, s_ptrs = w2_ptr + w_place, s2_ptr + s_place
-        total = tl.zeros((ROWS, SLOTS), tl.float32)
-        for _ in range(0, INNER, DEPTH):
-            x = tl.load(x_ptrs, mask=live, other=0)
-            words = tl.load(w_ptrs).to(tl.uint32, bitcast=True)
-            scales = tl.load(s_ptrs).to(tl.uint32, bitcast=True)
-            total = dot_bf16(_decode_tile(words, scales, ROWS, DEPTH), x, total)
-            x_ptrs += DEPTH
-            w_ptrs += DEPTH // 8
-            s_ptrs += DEPTH // 128
-        out_place = slot.to(tl.int64)[None, :] * WIDTH + place[:, None]
-        tl.store(out_ptr + out_place, to_bf16(total), mask=live & (place < WIDTH)[:, None])
+    expert, start, end = _tile(tile, expert_ptr, first_ptr, offsets_ptr, SLOTS)
+    place = tl.program_id(0) % tl.cdiv(WIDTH, ROWS) * ROWS + tl.arange(0, ROWS)
+    i = tl.arange(0, SLOTS)
+    live = i < end - start
+    x_ptr += start.to(tl.int64) * INNER
+    words_ptr += expert * (WIDTH * (INNER // 8))
+    scales_ptr += expert * (WIDTH * (INNER // 128))
+    row = tl.minimum(place, WIDTH - 1)
+    total = _product(x_ptr, i, live, words_ptr, scales_ptr, row, INNER, ROWS, SLOTS, DEPTH)
+    out_place = (start + i).to(tl.int64)[None, :] * WIDTH + place[:, None]
+    tl.store(out_ptr + out_place, to_bf16(total), mask=live[None, :] & (place < WIDTH)[:, None])

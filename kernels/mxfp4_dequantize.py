@@ -38,8 +38,7 @@ def dequantize_mxfp4(
         dtype: bfloat16, float16 or float32.
         experts: `[n]` indices into the first dimension, any order, repeats allowed; None takes
             all of it.
-        out: `[..., cols]` in `dtype` to fill, its first dimension's entries possibly apart; None
-            allocates.
+        out: `[..., cols]` in `dtype`, contiguous, to fill; None allocates.
 
     Returns:
         `[..., cols]` in `dtype`, the first dimension n where `experts` was given; and an int32
@@ -57,8 +56,6 @@ def dequantize_mxfp4(
         parts, blocks = len(experts), blocks // max(1, packed.shape[0])
     if out is None:
         out = torch.empty(shape, dtype=dtype, device=packed.device)
-    elif not out.is_contiguous():
-        parts, blocks = len(out), out[0].numel() // MX_BLOCK_SIZE
     suspect = torch.zeros((), dtype=torch.int32, device=packed.device)
     if parts * blocks:
         grid = (triton.cdiv(blocks, _BLOCKS), parts)
@@ -69,7 +66,6 @@ def dequantize_mxfp4(
             out if dtype == torch.float32 else out.view(torch.int32),
             suspect,
             blocks,
-            out.stride(0) // MX_BLOCK_SIZE if parts > 1 else 0,
             SUSPECT=_SUSPECT[dtype],
             GATHER=experts is not None,
             BITS=dtype.itemsize * 8,
@@ -112,7 +108,6 @@ def _dequantize_mxfp4_kernel(
     out_ptr,
     suspect_ptr,
     blocks,
-    out_blocks,
     SUSPECT: tl.constexpr,
     GATHER: tl.constexpr,
     BITS: tl.constexpr,
@@ -126,7 +121,7 @@ def _dequantize_mxfp4_kernel(
         source = tl.load(experts_ptr + target).to(tl.int64)
     packed_ptr += (source * blocks + start) * 16
     scale_ptr += source * blocks + start
-    out_ptr += (target * out_blocks + start) * (BITS if BITS == 32 else 16)
+    out_ptr += (target * blocks + start) * (BITS if BITS == 32 else 16)
     block = tl.arange(0, BLOCKS)
     live = block < blocks - start
     # Four bytes a thread become the widest store there is, 16 bytes.

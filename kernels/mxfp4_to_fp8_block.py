@@ -22,7 +22,8 @@ from k3quant.formats.mx import E2M1_VALUES, MX_BLOCK_SIZE
 from k3quant.formats.tiles import BlockShape, grid_shape
 from k3quant.kernels.nibble_table import look_up
 
-_WARPS = 4
+_WARPS = 8
+_REGISTERS = 48  # leaves room for five programs a multiprocessor
 _ROWS_AT_ONCE = 8  # of one-row tiles
 
 
@@ -87,6 +88,7 @@ def cast_mxfp4_to_fp8(packed: Tensor, scale_e8m0: Tensor, *, block_shape: BlockS
             ROWS=triton.next_power_of_2(tile_rows),
             PAIRS=2 * triton.next_power_of_2(tile_blocks),
             num_warps=_WARPS,
+            maxnreg=_REGISTERS if tiles == 1 else None,
         )
     return Fp8Cast(codes, scale, counts)
 

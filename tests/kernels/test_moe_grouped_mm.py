@@ -5,7 +5,13 @@ import torch
 
 from k3quant.formats.mx import ScaleRounding
 from k3quant.formats.mxfp4 import dequantize_mxfp4, quantize_mxfp4
-from k3quant.kernels.moe_grouped_mm import PackedWeight, moe_grouped_mm, pack_experts
+from k3quant.kernels import moe_grouped_mm as moe_module
+from k3quant.kernels.moe_grouped_mm import (
+    PackedExperts,
+    PackedWeight,
+    moe_grouped_mm,
+    pack_experts,
+)
 from k3quant.models.moe import routed_experts
 from k3quant.models.router import Routing
 from k3quant.models.situ import situ
@@ -32,8 +38,11 @@ class Layer:
             self.packed.append(PackedWeight(*pair))
             self.decoded.append(dequantize_mxfp4(*pair))
 
-    def on(self, device: str) -> list[PackedWeight]:
-        return [PackedWeight(w.packed.to(device), w.scale_e8m0.to(device)) for w in self.packed]
+    def on(self, device: str) -> PackedExperts:
+        w1, w2, w3 = self.packed
+        pairs = zip((w1.packed, w1.scale_e8m0), (w3.packed, w3.scale_e8m0), strict=True)
+        w13 = PackedWeight(*(torch.cat(pair, dim=1).to(device) for pair in pairs))
+        return pack_experts(w13, PackedWeight(w2.packed.to(device), w2.scale_e8m0.to(device)))
 
     def reference(self, z: torch.Tensor, routing: Routing) -> torch.Tensor:
         def weights(experts: Sequence[int]) -> Iterable[Mapping[str, torch.Tensor]]:
@@ -69,7 +78,7 @@ def test_close_to_the_reference(
         z.to(device),
         routing.topk_idx.to(device),
         routing.topk_weight.to(device),
-        pack_experts(*layer.on(device)),
+        layer.on(device),
         **BOUNDS,
         fused=fused,
         chunk_bytes=2 * 3 * latent * inner * 2,  # two of five experts
@@ -83,7 +92,7 @@ def test_close_to_the_reference(
 def test_odd_widths_are_decoded_first(device: str, error_ratio: Callable[..., float]) -> None:
     layer, routing = Layer(4, 96, 160), routing_of(20, 2, 4)
     z = torch.randn((20, 96), generator=torch.Generator().manual_seed(19)).bfloat16()
-    experts = pack_experts(*layer.on(device))
+    experts = layer.on(device)
     assert not experts.fits_fused
     where = (z.to(device), routing.topk_idx.to(device), routing.topk_weight.to(device))
     assert (
@@ -95,31 +104,40 @@ def test_odd_widths_are_decoded_first(device: str, error_ratio: Callable[..., fl
 
 @pytest.mark.parametrize("byte", [0, 128], ids=["smallest", "largest"])
 def test_fused_decodes_every_code_under_extreme_scales(device: str, byte: int) -> None:
-    latent = inner = 128
-    packed = torch.arange(256, dtype=torch.uint8).repeat(32).reshape(1, inner, latent // 2)
-    ones = torch.full((1, 128, 4), 127, dtype=torch.uint8)
-    identity = torch.zeros(1, 128, 128)
-    identity[0] = torch.eye(128)
-    eye = quantize_mxfp4(identity, ScaleRounding.FLOOR)
-    zero = PackedWeight(torch.zeros_like(packed).to(device), ones.to(device))
-    scale = torch.full_like(ones, byte)
+    packed = torch.arange(256, dtype=torch.uint8).repeat(32).reshape(1, 128, 64)
+    scale = torch.full((1, 128, 4), byte, dtype=torch.uint8)
     w2 = PackedWeight(packed.to(device), scale.to(device))
-    w1 = PackedWeight(*(x.to(device) for x in eye))
-    # Gate and up of an identity leave SiTU of the token, which meets w2.
+    # Gate and up are identities, so SiTU of the token meets w2.
+    eye = quantize_mxfp4(torch.eye(128).repeat(2, 1)[None], ScaleRounding.FLOOR)
+    experts = pack_experts(PackedWeight(*(x.to(device) for x in eye)), w2)
     z = torch.full((1, 128), 0.75, dtype=torch.bfloat16, device=device)
     one = torch.zeros((1, 1), dtype=torch.int64, device=device)
     share = torch.ones((1, 1), device=device)
-    out = moe_grouped_mm(z, one, share, pack_experts(w1, w2, w1), **BOUNDS, fused=True)
+    out = moe_grouped_mm(z, one, share, experts, **BOUNDS, fused=True)
     hidden = situ(z.cpu(), z.cpu(), **BOUNDS)
     weight = dequantize_mxfp4(packed, scale, dtype=torch.float32)[0]
-    expected = (hidden.float() @ weight.T).bfloat16()
-    assert torch.allclose(out.cpu().float(), expected.float(), rtol=2**-7, atol=0)
-    nothing = moe_grouped_mm(z, one, share, pack_experts(zero, w2, w1), **BOUNDS, fused=True)
-    assert not nothing.any()
+    expected = hidden.float() @ weight.T
+    assert torch.allclose(out.cpu().float(), expected, rtol=2**-7, atol=0)
+
+
+def test_many_rows_go_through_one_product_after_the_other(
+    device: str, same_bits: Callable[..., bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, routing = Layer(4, 96, 160), routing_of(20, 2, 4)
+    z = torch.randn((20, 96), generator=torch.Generator().manual_seed(19)).bfloat16()
+    where = (z.to(device), routing.topk_idx.to(device), routing.topk_weight.to(device))
+    monkeypatch.setattr(moe_module, "_ALONE_ROWS", 1)
+    monkeypatch.setattr(moe_module, "moe_tiles_mm", None)
+    out = moe_grouped_mm(*where, layer.on(device), **BOUNDS, fused=False)
+    # The products are torch's on either side, and so is the order of the sum.
+    expected = layer.reference(z.to(device).cpu(), routing)
+    assert torch.allclose(out.cpu().float(), expected.float(), rtol=2**-6, atol=1e-3)
+    again = moe_grouped_mm(*where, layer.on(device), **BOUNDS, fused=False)
+    assert same_bits(out, again)
 
 
 def test_other_dtypes_are_refused(device: str) -> None:
-    experts = pack_experts(*Layer(2, 128, 128).on(device))
+    experts = Layer(2, 128, 128).on(device)
     idx = torch.zeros((1, 1), dtype=torch.int64, device=device)
     with pytest.raises(ValueError, match=r"z: expected bfloat16, got torch\.float32"):
         moe_grouped_mm(
