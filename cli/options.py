@@ -5,8 +5,6 @@ from typing import Annotated
 
 import typer
 
-from k3quant.errors import UsageError
-
 JsonOpt = Annotated[
     bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else there.")
 ]
@@ -33,7 +31,6 @@ def parse_range(text: str | None, option: str) -> tuple[int, int] | None:
     """
     if text is None:
         return None
-    first, _, last = text.partition("-")
-    if not first.isdecimal() or (last and not last.isdecimal()) or int(last or first) < int(first):
-        raise UsageError(f"{option}: expected a range such as `0-3`, got `{text}`")
-    return int(first), int(last or first)
+    from k3quant.repack.settings import parse_span
+
+    return parse_span(text, what=option)

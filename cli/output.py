@@ -12,7 +12,7 @@ import typer
 from k3quant import __version__
 from k3quant.errors import ExitCode, K3QuantError, ResourceError
 from k3quant.progress import SILENT, Progress
-from k3quant.report import Finding, Report, Severity, finding_of
+from k3quant.report import Report, Severity, finding_of
 
 _STYLES = {Severity.ERROR: "red", Severity.WARNING: "yellow", Severity.NOTE: "blue"}
 _SHOWN = 40
@@ -130,11 +130,6 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
                         for i, (cell, w) in enumerate(zip(row, widths, strict=True)))  # fmt: skip
         lines.append("  ".join([first, *rest]).rstrip())
     return lines
-
-
-def finding_line(finding: Finding) -> str:
-    """Return a finding in one line, for files."""
-    return f"{finding.severity}: {finding.message}"
 
 
 def _word(severity: Severity) -> str:

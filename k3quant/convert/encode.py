@@ -4,13 +4,14 @@ From MXFP4 the casts keep every value they can and count the rest; from floats t
 quantized, and the error is measured on what was encoded, decoded again.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from k3quant.convert.buffers import Scratch
 from k3quant.convert.choice import GLOBAL, PACKED, SCALE, SHAPE, WEIGHT, Choice, Format
 from k3quant.formats.cast_counts import CastCounts
 from k3quant.formats.error import ErrorSum, WeightError
@@ -56,21 +57,6 @@ class Encoded:
         if self.counts is not None and self.counts.lossless:
             return True
         return self.error is not None and self.error.exact
-
-
-@dataclass(slots=True)
-class Scratch:
-    """Buffers that one worker reuses: a new large array costs more than the cast that fills it."""
-
-    _buffers: dict[str, Array] = field(default_factory=dict)
-
-    def array(self, key: str, shape: tuple[int, ...], dtype: type[np.generic]) -> Array:
-        """Return an uninitialised array; its content lives until the key is asked for again."""
-        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        raw = self._buffers.get(key)
-        if raw is None or raw.nbytes < size:
-            raw = self._buffers[key] = np.empty(size, np.uint8)
-        return raw[:size].view(dtype).reshape(shape)
 
 
 def encode_from_mxfp4(

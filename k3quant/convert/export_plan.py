@@ -19,10 +19,6 @@ class Unit(Protocol):
     """Source tensors that are converted together: an expert, a fused group, a single tensor."""
 
     @property
-    def label(self) -> str:
-        """What people call it."""
-
-    @property
     def sources(self) -> Sequence[str]:
         """Names of the source tensors it reads."""
 

@@ -82,7 +82,8 @@ def plan_export(
             )
     modules, skipped = _locate(checkpoint, k3, allow_skip)
     files = _plan_files(checkpoint, scheme, assignment, modules)
-    stored = {m.spec.module: _packed_choice(m) for m in modules if "packed" in m.parts}
+    mxfp4 = Choice(format=Format.MXFP4)
+    stored = {module.spec.module: mxfp4 for module in modules if "packed" in module.parts}
     documents = {
         name: (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()
         for name, document in scheme.documents(
@@ -101,10 +102,6 @@ def plan_export(
         skipped=skipped,
         forecasts=tuple(_forecast(checkpoint, scheme, assignment, modules)),
     )
-
-
-def _packed_choice(module: _Module) -> Choice:
-    return Choice(format=Format.MXFP4)
 
 
 def _locate(
@@ -248,7 +245,6 @@ def _expert_unit(
     fused = tuple(i for i, role in enumerate(roles) if role in FUSED_ROLES[-1])
     alone = tuple((i,) for i in range(len(roles)) if i not in fused)
     unit = ExpertUnit(
-        label=f"layer {first.layer}, expert {first.expert}",
         family=first.family.value,
         matrices=matrices,
         written=here,

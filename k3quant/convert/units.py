@@ -1,6 +1,5 @@
 """Units of work: read source tensors, encode them, write what a scheme calls the result."""
 
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -11,8 +10,9 @@ import torch
 from torch import Tensor
 
 from k3quant.checkpoint.reader import Checkpoint
+from k3quant.convert.buffers import Scratch, copy_bytes, scratch
 from k3quant.convert.choice import FP8_TILE, GLOBAL, SHAPE, Choice, Format
-from k3quant.convert.encode import Encoded, Scratch, encode_floats, encode_from_mxfp4
+from k3quant.convert.encode import Encoded, encode_floats, encode_from_mxfp4
 from k3quant.convert.export_plan import Write
 from k3quant.convert.proof import WeightProof
 from k3quant.errors import K3QuantError, ValuesError
@@ -23,9 +23,7 @@ from k3quant.formats.nvfp4 import GlobalConvention, GlobalScale, global_scale_of
 from k3quant.formats.nvfp4_exponent import best_exponent
 from k3quant.schemes.scheme import Scheme
 
-_COPY_BYTES = 8 << 20
 _ROW_ELEMENTS = 4 << 20
-_LOCAL = threading.local()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,23 +35,13 @@ class CopyUnit:
     dtype: str
 
     @property
-    def label(self) -> str:
-        """The tensor's name."""
-        return self.name
-
-    @property
     def sources(self) -> Sequence[str]:
         """The tensor."""
         return (self.name,)
 
     def run(self, checkpoint: Checkpoint, write: Write) -> Sequence[WeightProof]:
         """Copy the bytes in bounded pieces."""
-        length = checkpoint.entry(self.name).length
-        buffer = _scratch().array("copy", (min(_COPY_BYTES, length),), np.uint8)
-        for offset in range(0, length, _COPY_BYTES):
-            piece = buffer[: min(_COPY_BYTES, length - offset)]
-            checkpoint.read_into(self.name, piece, offset=offset)  # type: ignore[arg-type]
-            write(self.name, offset, piece)
+        copy_bytes(checkpoint, self.name, write, target=self.name)
         return (
             WeightProof(
                 module=self.name,
@@ -80,7 +68,6 @@ class ExpertUnit:
     """The matrices of one routed expert; w1 and w3 share an NVFP4 tensor scale.
 
     Attributes:
-        label: Layer and expert.
         family: Family of the table.
         matrices: w1, w2 and w3.
         written: Places in `matrices` whose result lies in this unit's file.
@@ -88,7 +75,6 @@ class ExpertUnit:
         scheme: How the result is spelled.
     """
 
-    label: str
     family: str
     matrices: tuple[PackedMatrix, ...]
     written: tuple[int, ...]
@@ -102,10 +88,10 @@ class ExpertUnit:
 
     def run(self, checkpoint: Checkpoint, write: Write) -> Sequence[WeightProof]:
         """Cast every matrix."""
-        scratch = _scratch()
+        buffers = scratch()
         pairs = [
-            (_read(checkpoint, m.packed, scratch, f"packed{i}"),
-             _read(checkpoint, m.scale, scratch, f"scale{i}"))
+            (_read(checkpoint, m.packed, buffers, f"packed{i}"),
+             _read(checkpoint, m.scale, buffers, f"scale{i}"))
             for i, m in enumerate(self.matrices)
         ]  # fmt: skip
         exponents = self._exponents(pairs)
@@ -114,7 +100,7 @@ class ExpertUnit:
             matrix, (packed, scale) = self.matrices[i], pairs[i]
             try:
                 encoded = encode_from_mxfp4(
-                    packed, scale, matrix.choice, scratch, exponent=exponents[i]
+                    packed, scale, matrix.choice, buffers, exponent=exponents[i]
                 )
             except ValuesError as error:
                 raise ValuesError(f"{matrix.module}: {error.message}", hint=error.hint) from error
@@ -225,14 +211,6 @@ class DenseUnit:
             exact=found.exact,
             error=found,
         )
-
-
-def _scratch() -> Scratch:
-    """Return the calling thread's buffers."""
-    found: Scratch | None = getattr(_LOCAL, "scratch", None)
-    if found is None:
-        found = _LOCAL.scratch = Scratch()
-    return found
 
 
 def _read(checkpoint: Checkpoint, name: str, scratch: Scratch, key: str) -> npt.NDArray[np.uint8]:

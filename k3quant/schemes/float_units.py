@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from k3quant.checkpoint.reader import Checkpoint
-from k3quant.convert.encode import Scratch
+from k3quant.convert.buffers import copy_bytes, scratch
 from k3quant.convert.export_plan import Write
 from k3quant.convert.proof import WeightProof
 from k3quant.errors import K3QuantError, ValuesError
@@ -19,7 +19,6 @@ from k3quant.formats.error import ErrorSum
 from k3quant.formats.faults import overflow
 from k3quant.formats.gguf_q8_0 import dequantize_q8_0, quantize_q8_0
 
-_COPY_BYTES = 8 << 20
 _ROW_ELEMENTS = 4 << 20
 _LOCAL = threading.local()
 
@@ -47,11 +46,6 @@ class FloatUnit:
     target: str
     target_dtype: str
     offset: int = 0
-
-    @property
-    def label(self) -> str:
-        """The source tensor's name."""
-        return self.source
 
     @property
     def sources(self) -> Sequence[str]:
@@ -113,11 +107,6 @@ class SplitHeadsUnit:
     v_target: str
     heads: int
     nope: int
-
-    @property
-    def label(self) -> str:
-        """The source tensor's name."""
-        return self.source
 
     @property
     def sources(self) -> Sequence[str]:
@@ -186,32 +175,6 @@ def encode_values(values: Tensor, dtype: str, sums: ErrorSum) -> Bytes:
     return _bytes_of(result)
 
 
-def copy_bytes(
-    checkpoint: Checkpoint,
-    source: str,
-    write: Write,
-    *,
-    target: str,
-    offset: int = 0,
-    length: int | None = None,
-) -> None:
-    """Copy a tensor, or its first bytes, in bounded pieces.
-
-    Args:
-        checkpoint: Where it lies.
-        source: Its name.
-        write: The output.
-        target: Output tensor.
-        offset: First byte in the output tensor.
-        length: Bytes to copy; None means all.
-    """
-    length = checkpoint.entry(source).length if length is None else length
-    for begin in range(0, length, _COPY_BYTES):
-        piece = scratch().array("copy", (min(_COPY_BYTES, length - begin),), np.uint8)
-        checkpoint.read_into(source, piece, offset=begin)  # type: ignore[arg-type]
-        write(target, offset + begin, piece)
-
-
 def read_floats(checkpoint: Checkpoint, name: str) -> Tensor:
     """Read a whole float tensor, in its stored shape."""
     entry = checkpoint.entry(name)
@@ -231,14 +194,6 @@ def check_padding(name: str, padding: Tensor) -> None:
             f"{name}: expected zeros beyond the heads, got {nonzero} other values",
             hint="the target keeps one value a head; these would be lost",
         )
-
-
-def scratch() -> Scratch:
-    """Return the calling thread's buffers."""
-    found: Scratch | None = getattr(_LOCAL, "scratch", None)
-    if found is None:
-        found = _LOCAL.scratch = Scratch()
-    return found
 
 
 def _encode_named(name: str, values: Tensor, dtype: str, sums: ErrorSum) -> Bytes:

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from k3quant.checkpoint.reader import Checkpoint
+from k3quant.convert.buffers import scratch
 from k3quant.convert.export_plan import Write
 from k3quant.convert.proof import WeightProof
 from k3quant.errors import ValuesError
@@ -14,7 +15,7 @@ from k3quant.formats.error import ErrorSum
 from k3quant.formats.fast_gguf import pack_to_gguf
 from k3quant.formats.faults import nan_scale
 from k3quant.formats.mx import E8M0_NAN, GGUF_BLOCK_BYTES
-from k3quant.schemes.float_units import Bytes, check_padding, read_floats, scratch
+from k3quant.schemes.float_units import Bytes, check_padding, read_floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +37,6 @@ class BlocksUnit:
     scale: str
     target: str
     offset: int
-
-    @property
-    def label(self) -> str:
-        """The matrix."""
-        return self.module
 
     @property
     def sources(self) -> Sequence[str]:
@@ -98,11 +94,6 @@ class ResidualScoreUnit:
     target: str
 
     @property
-    def label(self) -> str:
-        """The projection."""
-        return self.proj
-
-    @property
     def sources(self) -> Sequence[str]:
         """Norm and projection."""
         return (self.norm, self.proj)
@@ -143,11 +134,6 @@ class DecayUnit:
     family: str
     target: str
     heads: int
-
-    @property
-    def label(self) -> str:
-        """A_log's name."""
-        return self.source
 
     @property
     def sources(self) -> Sequence[str]:

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from k3quant.checkpoint.reader import Checkpoint
+from k3quant.convert.buffers import copy_bytes
 from k3quant.convert.export_plan import Write
 from k3quant.convert.proof import WeightProof
 from k3quant.formats.dtypes import DTYPES
-from k3quant.schemes.float_units import check_padding, copy_bytes, read_floats
+from k3quant.schemes.float_units import check_padding, read_floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,11 +28,6 @@ class StackUnit:
     family: str
     target: str
     offset: int
-
-    @property
-    def label(self) -> str:
-        """The source tensor's name."""
-        return self.source
 
     @property
     def sources(self) -> Sequence[str]:
@@ -65,11 +61,6 @@ class CutUnit:
     family: str
     target: str
     heads: int
-
-    @property
-    def label(self) -> str:
-        """A_log's name."""
-        return self.source
 
     @property
     def sources(self) -> Sequence[str]:

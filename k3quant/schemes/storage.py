@@ -35,12 +35,10 @@ class Storage:
     Attributes:
         name: The format, as `convert --to` names it.
         parts: Tensors by suffix after the module's name.
-        format: compressed-tensors' word for it, None where that package has none.
     """
 
     name: str
     parts: Mapping[str, Part]
-    format: str | None = None
 
 
 def _ceil(size: int, block: int) -> int:
@@ -85,7 +83,6 @@ STORAGES: tuple[Storage, ...] = (
     Storage(
         "mxfp4",
         {"weight_packed": Part(("U8",), _pairs), "weight_scale": _E8M0},
-        "mxfp4-pack-quantized",
     ),
     Storage(
         "nvfp4",
@@ -95,7 +92,6 @@ STORAGES: tuple[Storage, ...] = (
             "weight_global_scale": Part(("F32",), _one),
             "input_global_scale": _INPUT,
         },
-        "nvfp4-pack-quantized",
     ),
     Storage(
         "nvfp4-modelopt",
@@ -106,17 +102,12 @@ STORAGES: tuple[Storage, ...] = (
             "input_scale": _INPUT,
         },
     ),
-    Storage("mxfp8", {"weight": _FP8, "weight_scale": _E8M0}, "mxfp8-quantized"),
-    Storage(
-        "fp8-channel", {"weight": _FP8, "weight_scale": Part(_SCALES, _channel)}, "float-quantized"
-    ),
-    Storage(
-        "fp8-block", {"weight": _FP8, "weight_scale": Part(_SCALES, _tiles)}, "float-quantized"
-    ),
+    Storage("mxfp8", {"weight": _FP8, "weight_scale": _E8M0}),
+    Storage("fp8-channel", {"weight": _FP8, "weight_scale": Part(_SCALES, _channel)}),
+    Storage("fp8-block", {"weight": _FP8, "weight_scale": Part(_SCALES, _tiles)}),
     Storage(
         "int8",
         {"weight": Part(("I8",), _whole), "weight_scale": Part(_SCALES, _channel)},
-        "int-quantized",
     ),
     Storage(
         "int4-g32",
@@ -125,7 +116,6 @@ STORAGES: tuple[Storage, ...] = (
             "weight_scale": Part(_SCALES, _groups(32)),
             "weight_shape": Part(("I64", "I32"), _two),
         },
-        "pack-quantized",
     ),
     Storage(
         "int4-g128",
@@ -134,7 +124,6 @@ STORAGES: tuple[Storage, ...] = (
             "weight_scale": Part(_SCALES, _groups(128)),
             "weight_shape": Part(("I64", "I32"), _two),
         },
-        "pack-quantized",
     ),
 )
 

@@ -1,8 +1,5 @@
 """Which value check each tensor of a checkpoint gets."""
 
-from collections.abc import Iterable
-from typing import NamedTuple
-
 from k3quant.checkpoint.header import Header
 from k3quant.models.k3_config import K3Config
 from k3quant.models.k3_tensors import shard_tensors
@@ -11,11 +8,6 @@ from k3quant.verify.values import ValueCheck
 
 _FLOATS = frozenset({"BF16", "F16", "F32", "F64"})
 _SCALARS = frozenset({"weight_global_scale", "weight_scale_2", "input_scale", "input_global_scale"})
-
-
-class _Known(NamedTuple):
-    role: str
-    name: str
 
 
 def padded_tensors(k3: K3Config) -> dict[str, int]:
@@ -74,8 +66,3 @@ def _scale_kind(dtype: str) -> str:
     if dtype == "F8_E4M3":
         return "e4m3-scale"
     return "positive-scale" if dtype in _FLOATS else "bytes"
-
-
-def total_bytes(spans: Iterable[Span]) -> int:
-    """Return the bytes that a list of spans covers."""
-    return sum(span.end - span.begin for span in spans)

@@ -3,10 +3,12 @@ import pytest
 import torch
 
 from k3quant.checkpoint.reader import open_checkpoint
+from k3quant.convert import buffers
+from k3quant.convert.buffers import copy_bytes
 from k3quant.errors import ValuesError
 from k3quant.formats.error import ErrorSum
 from k3quant.schemes import float_units
-from k3quant.schemes.float_units import FloatUnit, copy_bytes, encode_values
+from k3quant.schemes.float_units import FloatUnit, encode_values
 
 _NAME = "language_model.lm_head.weight"
 
@@ -50,7 +52,7 @@ def test_pieces_join_to_the_whole(checkpoint, monkeypatch, dtype):
     whole, proof = _run(checkpoint, dtype)
     assert len(whole.pieces) == 1
     monkeypatch.setattr(float_units, "_ROW_ELEMENTS", 128 * 100)
-    monkeypatch.setattr(float_units, "_COPY_BYTES", 100_001)
+    monkeypatch.setattr(buffers, "_COPY_BYTES", 100_001)
     pieces, again = _run(checkpoint, dtype)
     assert len(pieces.pieces) > 3
     assert pieces.joined(640) == whole.joined(640)
