@@ -164,14 +164,21 @@ def _run(
     source_hash: bool,
 ) -> None:
     from k3quant.checkpoint.reader import open_checkpoint
-    from k3quant.convert.dry_run import exactness, forecast
     from k3quant.convert.run import ConvertSettings, run_convert
     from k3quant.sizes import format_size
 
     checkpoint = open_checkpoint(source)
     plan = make_plan(checkpoint)
     if dry_run:
+        from dataclasses import asdict
+
+        from k3quant.convert.dry_run import exactness, forecast
+        from k3quant.convert.estimate import estimate
+        from k3quant.sizes import format_duration
+
         found = forecast(plan, exactness(checkpoint, plan, say.progress()))
+        time = estimate(checkpoint, plan, out, jobs=jobs, hash_source=source_hash)
+        found["time"] = asdict(time)
         rows = [
             [f["family"], f["target"], f"{f['tensors']:,}", format_size(f["source_bytes"]),
              format_size(f["target_bytes"]), f["exact"]]
@@ -179,6 +186,12 @@ def _run(
         ]  # fmt: skip
         lines = table(["family", "format", "weights", "now", "then", "exact"], rows)
         lines.append(f"{len(plan.files)} files, {format_size(found['target_bytes'])}")
+        lines.append(
+            f"about {format_duration(time.seconds)} here: {time.jobs} files at a time take "
+            f"{format_duration(time.processor_seconds)} to compute, the disk "
+            f"{format_duration(time.disk_seconds)} at "
+            f"{format_size(int(time.disk_bytes_per_second))}/s"
+        )
         say.done(found, lines)
     settings = ConvertSettings(
         parameters=parameters, require_lossless=lossless, jobs=jobs, hash_source=source_hash

@@ -1,4 +1,4 @@
-"""Byte counts as people write and read them; decimal and binary units are told apart."""
+"""Byte counts and times as people write and read them."""
 
 import re
 
@@ -34,3 +34,11 @@ def format_size(count: int) -> str:
             return f"{count} B" if unit == "B" else f"{value:.2f} {unit}"
         value /= 1000
     return f"{value:.3f} TB"
+
+
+def format_duration(seconds: float) -> str:
+    """Write a time with its two largest units; below a minute in seconds."""
+    if seconds < 60:
+        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min"

@@ -6,9 +6,11 @@ import os
 from pathlib import Path
 from threading import Condition, Thread
 
+from k3quant.checkpoint.page_cache import drop_behind
 from k3quant.errors import ResourceError
 
 _HASH_CHUNK = 1 << 20
+_DROP_BYTES = 64 << 20
 
 
 class FollowingHash:
@@ -23,6 +25,7 @@ class FollowingHash:
         self._path = path
         self._sha = hashlib.sha256()
         self._done = 0
+        self._dropped = 0
         self._limit = 0
         self._closing = False
         self._wake = Condition()
@@ -89,3 +92,7 @@ class FollowingHash:
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
             self._sha.update(piece[:got])
             self._done += got
+            if self._done - self._dropped >= 2 * _DROP_BYTES:
+                # One piece stays behind: whoever wrote the bytes may still be reading them back.
+                drop_behind(self._fd, self._dropped, _DROP_BYTES)
+                self._dropped += _DROP_BYTES

@@ -3,7 +3,6 @@
 It grows as `NAME.partial` and takes its name only after its last byte is on the disk.
 """
 
-import ctypes
 import errno
 import os
 from bisect import bisect_right
@@ -18,6 +17,7 @@ from typing import Any, Self
 import numpy.typing as npt
 
 from k3quant.checkpoint.following_hash import FollowingHash
+from k3quant.checkpoint.page_cache import start_writeback
 from k3quant.errors import K3QuantError, ResourceError
 from k3quant.sizes import format_size
 
@@ -229,16 +229,6 @@ def write_all(fd: int, offset: int, view: memoryview) -> None:
     done = 0
     while done < len(view):
         done += os.pwrite(fd, view[done:], offset + done)
-
-
-def start_writeback(fd: int, offset: int, length: int) -> None:
-    """Let the disk begin with a range now, so that a later sync has little left to wait for.
-
-    It is only a hint: where the system has no such call, the sync does all the work.
-    """
-    call = getattr(ctypes.CDLL(None), "sync_file_range", None)
-    if call is not None:
-        call(ctypes.c_int(fd), ctypes.c_int64(offset), ctypes.c_int64(length), ctypes.c_uint(2))
 
 
 def byte_view(buffer: Buffer) -> memoryview:

@@ -6,12 +6,14 @@ so that a killed run goes on with the next file. Config, proof and index come la
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Lock
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
 
 from k3quant import __version__
 from k3quant.checkpoint.folder import LocalFolder
@@ -26,14 +28,16 @@ from k3quant.checkpoint.output_file import (
     preflight_space,
 )
 from k3quant.checkpoint.reader import Checkpoint
+from k3quant.convert.buffers import scratch
 from k3quant.convert.card import CARD_FILE, encode_card
-from k3quant.convert.export_plan import ExportPlan, FilePlan
+from k3quant.convert.export_plan import ExportPlan, FilePlan, Unit
 from k3quant.convert.proof import PROOF_FILE, WeightProof, encode_proof, summarize
 from k3quant.errors import RefusedError, ResourceError
 from k3quant.progress import SILENT, Progress
 from k3quant.verify.stream import default_jobs, stream_shard
 
 _COPY_BYTES = 1 << 20
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,25 +143,40 @@ def _write_files(
             return
         try:
             progress.note(plan.name)
-            proofs, written = _write_file(checkpoint, out, plan, settings, failed, progress)
-            details = {
-                "weights": {proof.module: proof.to_json() for proof in proofs},
-                "sources": digests.of(plan),
-            }
-            journal.record(written, details=details)
+            written, proofs, sources = _write_file(
+                checkpoint, out, plan, settings, workers, digests, failed, progress
+            )
+            weights = {proof.module: proof.to_json() for proof in proofs}
+            journal.record(written, details={"weights": weights, "sources": sources})
         except BaseException:
             failed.set()  # the other files stop at their next unit
             raise
 
-    with ThreadPoolExecutor(settings.jobs or default_jobs()) as pool:
+    # Units of one file run beside each other; files overlap where one waits for its digest or the
+    # disk. Units queue in order, so that the digest follows close behind.
+    jobs = settings.jobs or default_jobs()
+    with ThreadPoolExecutor(jobs) as workers, ThreadPoolExecutor(jobs) as pool:
         futures: list[Future[None]] = [pool.submit(write, plan) for plan in todo]
-        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-        for future in done:
-            future.result()
+        try:
+            wait(futures)  # after a fault the others stop at their next unit
+            _results(futures)
+        except BaseException:
+            failed.set()  # an interrupt, too, ends the files that are open
+            raise
 
 
 class _Stopped(Exception):  # noqa: N818
-    """Another file failed; this one is given up without a fault of its own."""
+    """Another unit failed; this one is given up without a fault of its own."""
+
+
+def _results(futures: Iterable[Future[T]]) -> list[T]:
+    """Return the results of finished work, or raise what made it stop."""
+    finished = list(futures)
+    for future in finished:
+        fault = future.exception()
+        if fault is not None and not isinstance(fault, _Stopped):
+            raise fault
+    return [future.result() for future in finished]
 
 
 def _write_file(
@@ -165,25 +184,38 @@ def _write_file(
     out: Path,
     plan: FilePlan,
     settings: ConvertSettings,
+    workers: ThreadPoolExecutor,
+    digests: "_SourceDigests",
     failed: Event,
     progress: Progress,
-) -> tuple[list[WeightProof], WrittenFile]:
-    proofs: list[WeightProof] = []
+) -> tuple[WrittenFile, list[WeightProof], dict[str, str | None]]:
     path = out / plan.name
     path.parent.mkdir(parents=True, exist_ok=True)
     with OutputFile(path, size=plan.file_bytes) as output:
         output.write_at(0, plan.header)
         _write_padding(output, plan)
         put = _proving_writer(output, plan)
-        for unit in plan.units:
+
+        def run(unit: Unit) -> Sequence[WeightProof]:
             if failed.is_set():
                 raise _Stopped
-            made = unit.run(checkpoint, put)
-            if settings.require_lossless:
-                _refuse_loss(made)
-            proofs += made
+            try:
+                made = unit.run(checkpoint, put)
+                if settings.require_lossless:
+                    _refuse_loss(made)
+            except BaseException:
+                failed.set()
+                raise
             progress.advance(sum(checkpoint.entry(name).length for name in unit.sources))
-    return proofs, output.written
+            return made
+
+        running = [workers.submit(run, unit) for unit in plan.units]
+        try:
+            sources = digests.of(plan)
+        finally:
+            wait(running)  # nothing may write into a file that was given up
+        proofs = [proof for made in _results(running) for proof in made]
+    return output.written, proofs, sources
 
 
 def _proving_writer(output: OutputFile, plan: FilePlan) -> Callable[[str, int, Buffer], None]:
@@ -195,10 +227,12 @@ def _proving_writer(output: OutputFile, plan: FilePlan) -> Callable[[str, int, B
         if offset < 0 or begin + offset + len(view) > end:
             raise ValueError(f"{tensor}: expected a piece within {end - begin} bytes")
         output.write_at(begin + offset, view)
+        given = np.frombuffer(view, np.uint8)
         for start in range(0, len(view), _COPY_BYTES):
-            piece = view[start : start + _COPY_BYTES]
-            # A memoryview compares element by element; bytes compare as memory.
-            if os.pread(output.fd, len(piece), begin + offset + start) != bytes(piece):
+            piece = given[start : start + _COPY_BYTES]
+            found = scratch().array("read back", piece.shape, np.uint8)
+            got = os.preadv(output.fd, [byte_view(found)], begin + offset + start)
+            if got != len(piece) or not np.array_equal(found, piece):
                 raise ResourceError(
                     f"{plan.name}: expected to read back what was written to {tensor}, got "
                     f"other bytes at {begin + offset + start}",

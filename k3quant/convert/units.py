@@ -18,9 +18,8 @@ from k3quant.convert.proof import WeightProof
 from k3quant.errors import K3QuantError, ValuesError
 from k3quant.formats.dtypes import DTYPES, torch_dtype
 from k3quant.formats.error import ErrorSum
-from k3quant.formats.fast_nvfp4 import count_scale_needs
+from k3quant.formats.fast_nvfp4 import shared_exponent
 from k3quant.formats.nvfp4 import GlobalConvention, GlobalScale, global_scale_of_amax
-from k3quant.formats.nvfp4_exponent import best_exponent
 from k3quant.schemes.scheme import Scheme
 
 _ROW_ELEMENTS = 4 << 20
@@ -115,10 +114,9 @@ class ExpertUnit:
         for group in self.shared:
             members = [i for i in group if self.matrices[i].choice.format is Format.NVFP4]
             if members:
-                needs = sum(count_scale_needs(*pairs[i]) for i in members)
-                assert not isinstance(needs, int)
+                exponent = shared_exponent([pairs[i] for i in members])
                 for i in members:
-                    exponents[i] = best_exponent(needs)
+                    exponents[i] = exponent
         return exponents
 
 

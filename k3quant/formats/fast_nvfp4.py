@@ -4,6 +4,7 @@ Halves whose group scale is out of E4M3's reach go to the reference, one by one;
 this module import torch.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from k3quant.formats.cast_counts import CastCounts
 from k3quant.formats.fast_mxfp4 import check_pair, refuse_nan_scales
 from k3quant.formats.jit import compiled, frozen, over_runs
 from k3quant.formats.mx import E8M0_BIAS, E8M0_NAN, MX_BLOCK_SIZE
-from k3quant.formats.nvfp4_exponent import NEEDS_SHAPE, Needs
+from k3quant.formats.nvfp4_exponent import NEEDS_SHAPE, SMALLEST_EXPONENT, Needs, best_exponent
 from k3quant.formats.octaves import (
     E4M3_SCALE_EXPONENTS,
     e4m3_power,
@@ -42,6 +43,43 @@ class Nvfp4Arrays(NamedTuple):
     packed: Bytes
     scale_e4m3: Bytes
     counts: CastCounts
+
+
+def shared_exponent(weights: Sequence[tuple[Bytes, Bytes]]) -> int:
+    """Return `best_exponent` of weights that share a tensor scale, from scale bytes where they do.
+
+    Where all scale bytes lie within E4M3's reach of each other and the largest one belongs to a
+    block that is not all zero, no other exponent is as good as the one that puts it at the top.
+
+    Args:
+        weights: Packed codes `[..., cols / 2]` and scales `[..., cols / 32]` of each, contiguous.
+
+    Raises:
+        SchemaError: A scale grid does not fit its packed columns.
+        ValuesError: A scale byte is 255.
+    """
+    scales = [scale for _, scale in weights if scale.size]
+    if not scales:
+        return 0
+    highest = max(int(scale.max()) for scale in scales)
+    lowest = min(int(scale.min()) for scale in scales)
+    smallest, largest = E4M3_SCALE_EXPONENTS
+    usual = highest - E8M0_BIAS - largest
+    within = highest < E8M0_NAN and highest - lowest <= largest - smallest
+    if within and usual >= SMALLEST_EXPONENT and _holds_value(weights, highest):
+        return usual
+    needs = [count_scale_needs(packed, scale) for packed, scale in weights]
+    return best_exponent(np.sum(needs, axis=0))
+
+
+def _holds_value(weights: Sequence[tuple[Bytes, Bytes]], scale: int) -> bool:
+    """Return whether a block under a scale byte holds a code that is not zero."""
+    for packed, scale_e8m0 in weights:
+        check_pair(packed, scale_e8m0)
+        blocks = packed.reshape(-1, _BLOCK_BYTES)[scale_e8m0.reshape(-1) == scale]
+        if (blocks & 0x77).any():
+            return True
+    return False
 
 
 def count_scale_needs(packed: Bytes, scale_e8m0: Bytes, *, threads: int = 1) -> Needs:

@@ -18,7 +18,8 @@ added."""
 
 NEEDS_SHAPE = (256, MAX_SHIFT + 1, MAX_SHIFT + 1)
 
-_EXPONENTS = np.arange(-126, 127)
+SMALLEST_EXPONENT = -126
+_EXPONENTS = np.arange(SMALLEST_EXPONENT, 127)
 
 
 def best_exponent(needs: Needs) -> int:
@@ -41,7 +42,7 @@ def best_exponent(needs: Needs) -> int:
     exponent = byte - E8M0_BIAS
     smallest, largest = E4M3_SCALE_EXPONENTS
     lowest = int((exponent - largest - up).max())
-    candidates = _EXPONENTS[max(0, min(lowest + 126, 252)) :, None]
+    candidates = _EXPONENTS[max(0, min(lowest - SMALLEST_EXPONENT, 252)) :, None]
     exact = count * (candidates <= exponent - smallest + down)
     kept = count * ((exponent - largest <= candidates) & (candidates <= exponent - smallest))
     usual = int(exponent.max()) - largest

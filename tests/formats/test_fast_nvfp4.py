@@ -4,7 +4,7 @@ import torch
 
 from k3quant.errors import ValuesError
 from k3quant.formats import cast_nvfp4
-from k3quant.formats.fast_nvfp4 import cast_to_nvfp4, count_scale_needs
+from k3quant.formats.fast_nvfp4 import cast_to_nvfp4, count_scale_needs, shared_exponent
 from k3quant.formats.nvfp4_exponent import best_exponent
 
 
@@ -29,6 +29,22 @@ def test_needs_are_the_references(low, high):
     ours = count_scale_needs(packed, scale)
     assert ours.sum() > 0
     assert np.array_equal(ours, theirs)
+
+
+@SPREADS
+def test_shared_exponent_is_the_best_of_all(low, high):
+    weights = [weight_of(low, high), weight_of(low, max(high - 1, low + 1))]
+    needs = sum(count_scale_needs(*weight) for weight in weights)
+    assert shared_exponent(weights) == best_exponent(needs)
+
+
+def test_scales_of_zero_blocks_do_not_raise_the_shared_exponent():
+    packed, scale = weight_of(110, 120)
+    packed[0], scale[0] = 0x80, 127
+    assert shared_exponent([(packed, scale)]) == best_exponent(count_scale_needs(packed, scale))
+    assert shared_exponent([(packed, scale)]) == 119 - 127 - 8
+    assert shared_exponent([(packed & 0x88, scale)]) == 0
+    assert shared_exponent([]) == 0
 
 
 @SPREADS
