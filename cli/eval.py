@@ -20,6 +20,10 @@ def evaluate(
         Path | None,
         typer.Option("--tokens", help="Ids instead: safetensors, .npy or JSON lines."),
     ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option("--data", help="Lines of text with pictures and videos instead, as JSON."),
+    ] = None,
     ctx: Annotated[int, typer.Option("--ctx", min=1, help="Ids a window reads.")] = 512,
     stride: Annotated[
         int | None, typer.Option("--stride", min=1, help="Ids between windows; default: --ctx.")
@@ -43,6 +47,7 @@ def evaluate(
     Example: k3quant eval ./kimi-k3-nvfp4 --text eval.txt --reference ./kimi-k3
     """
     with session("eval", json=json, quiet=quiet) as say:
+        from k3quant.errors import UsageError
         from k3quant.eval.perplexity import EvalSettings
         from k3quant.eval.perplexity import evaluate as run
         from k3quant.report import Report
@@ -56,6 +61,12 @@ def evaluate(
             device=device,  # type: ignore[arg-type]
             ram_bytes=parse_size(ram) if ram else None,
         )
+        if data is not None:
+            from k3quant.cli.eval_data import score_data
+
+            if text is not None or tokens is not None:
+                raise UsageError("eval: expected one of --text, --tokens and --data")
+            score_data(say, checkpoint, data, reference=reference, settings=settings, out=out)
         result = run(
             checkpoint,
             text=text,

@@ -12,6 +12,7 @@ from k3quant.cli.download import download
 from k3quant.cli.eval import evaluate, trace
 from k3quant.cli.inspect import inspect
 from k3quant.cli.repack import repack, synth
+from k3quant.cli.tokens import tokens
 from k3quant.cli.verify import verify
 
 app = typer.Typer(
@@ -22,7 +23,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (inspect, verify, download, repack, convert, requantize, trace, synth, demo):
+for command in (
+    inspect, verify, download, repack, convert, requantize, trace, tokens, synth, demo,
+):  # fmt: skip
     app.command()(command)
 app.command("eval")(evaluate)
 app.add_typer(manifest.app)

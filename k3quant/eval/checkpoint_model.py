@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from k3quant.checkpoint.reader import Checkpoint
+from k3quant.eval.finite import count_non_finite
 from k3quant.eval.layer_walk import LayerWalk
 from k3quant.eval.prefetch import Prefetch
 from k3quant.eval.source import HeadBlock
@@ -63,10 +64,14 @@ class CheckpointModel:
         """Bytes read so far."""
         return self._stored.bytes_read
 
-    def walk(self) -> LayerWalk:
-        """Open a walk through the layers; reading starts at once."""
+    def walk(self, first: int = 0) -> LayerWalk:
+        """Open a walk through the layers, from one of them to the last; reading starts at once."""
         return LayerWalk(
-            self._stored, dtype=self.dtype, ahead_bytes=self._ahead_bytes, threads=self._threads
+            self._stored,
+            first=first,
+            dtype=self.dtype,
+            ahead_bytes=self._ahead_bytes,
+            threads=self._threads,
         )
 
     def global_weight(self, role: str) -> Tensor:
@@ -137,14 +142,6 @@ class CheckpointModel:
 
     def _rows(self, role: str, first: int, last: int) -> Tensor:
         return decode_weight(self._stored.read_rows(role, first, last), dtype=self.dtype)
-
-
-def count_non_finite(values: Tensor) -> int:
-    """Return how many elements are NaN or infinite."""
-    # A sum is finite when all its terms are; only otherwise is a second look needed.
-    if bool(torch.isfinite(values.sum(dtype=torch.float64))):
-        return 0
-    return int((~torch.isfinite(values)).sum())
 
 
 def _runs(ids: npt.NDArray[np.int64], row_bytes: int) -> Iterator[slice]:

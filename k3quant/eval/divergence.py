@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from k3quant.errors import RefusedError
-from k3quant.eval.executor import check_finite, finish, scored_rows, walk_layers
+from k3quant.eval.executor import finish, scored_rows, walk_layers
+from k3quant.eval.finite import check_finite
 from k3quant.eval.head_pair import score_pair
 from k3quant.eval.source import Model
 from k3quant.eval.windows import Window

@@ -15,12 +15,19 @@ class LayerWalk:
     """Gives the weights of one layer after the other; experts are decoded as they are asked for."""
 
     def __init__(
-        self, stored: StoredTensors, *, dtype: torch.dtype, ahead_bytes: int, threads: int
+        self,
+        stored: StoredTensors,
+        *,
+        first: int = 0,
+        dtype: torch.dtype,
+        ahead_bytes: int,
+        threads: int,
     ) -> None:
         """Start reading.
 
         Args:
             stored: The tensors.
+            first: Layer to begin with.
             dtype: Dtype of the activations.
             ahead_bytes: Bound of the bytes that are read but not yet taken.
             threads: Reads at a time.
@@ -28,7 +35,7 @@ class LayerWalk:
         self._stored = stored
         self._dtype = dtype
         self._wanted: dict[int, frozenset[int]] = {}
-        layers = range(stored.config.num_hidden_layers)
+        layers = range(first, stored.config.num_hidden_layers)
         self._queue: Prefetch[LayerUnit, Parts] = Prefetch(
             (unit for layer in layers for unit in stored.layer_units(layer)),
             stored.read_unit,

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from k3quant.errors import ResourceError
-from k3quant.eval.executor import BATCH_ELEMENTS
+from k3quant.eval.layer_step import BATCH_ELEMENTS
 from k3quant.eval.windows import Window
 from k3quant.models.k3_config import K3Config
 from k3quant.models.k3_tensors import layer_tensors

@@ -20,7 +20,8 @@ from k3quant.checkpoint.writer import ShardWriter
 from k3quant.errors import IncompleteError, UsageError
 from k3quant.eval.checkpoint_model import CheckpointModel
 from k3quant.eval.divergence import Divergence, DivergenceMeter, Subject, check_comparable
-from k3quant.eval.executor import check_finite, finish, run_layers, scored_rows
+from k3quant.eval.executor import finish, run_layers, scored_rows
+from k3quant.eval.finite import check_finite
 from k3quant.eval.head import negative_log_likelihood
 from k3quant.eval.memory import plan_passes
 from k3quant.eval.source import Model

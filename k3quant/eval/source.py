@@ -42,8 +42,8 @@ class Model(Protocol):
     def bytes_read(self) -> int:
         """Bytes read so far."""
 
-    def walk(self) -> AbstractContextManager[Weights]:
-        """Open a walk through the layers."""
+    def walk(self, first: int = 0) -> AbstractContextManager[Weights]:
+        """Open a walk through the layers, from one of them to the last."""
 
     def embed(self, ids: Tensor) -> Tensor:
         """Return the embedding rows of `[N]` int64 ids, `[N, D]`."""

@@ -108,8 +108,11 @@ def render(
 
     Source: Kimi-K3 `encoding_k3.py`, by its output.
     """
-    pieces = _pieces(messages, tools=tools, thinking=thinking, thinking_effort=thinking_effort)
-    return "".join(pieces)
+    return "".join(
+        conversation_pieces(
+            messages, tools=tools, thinking=thinking, thinking_effort=thinking_effort
+        )
+    )
 
 
 def encode(
@@ -138,22 +141,34 @@ def encode(
         SchemaError: The vocabulary lacks a control token.
     """
     ids: list[int] = []
-    pieces = _pieces(messages, tools=tools, thinking=thinking, thinking_effort=thinking_effort)
+    pieces = conversation_pieces(
+        messages, tools=tools, thinking=thinking, thinking_effort=thinking_effort
+    )
     for is_control, run in groupby(pieces, key=lambda piece: isinstance(piece, Control)):
         if is_control:
-            ids += [_control_id(tokenizer, piece) for piece in run]
+            ids += [control_id(tokenizer, piece) for piece in run]
         else:
-            ids += _encode_run(tokenizer, list(run))
+            ids += encode_run(tokenizer, list(run))
     return ids
 
 
-def _control_id(tokenizer: Tokenizer, piece: str) -> int:
-    if piece not in tokenizer.specials:
-        raise SchemaError(f"tokenizer: expected a control token `{piece}`, got none of that name")
-    return tokenizer.specials[piece]
+def control_id(tokenizer: Tokenizer, token: str) -> int:
+    """Return a control token's id.
+
+    Raises:
+        SchemaError: The vocabulary has none of that name.
+    """
+    if token not in tokenizer.specials:
+        raise SchemaError(f"tokenizer: expected a control token `{token}`, got none of that name")
+    return tokenizer.specials[token]
 
 
-def _encode_run(tokenizer: Tokenizer, parts: list[str]) -> list[int]:
+def encode_run(tokenizer: Tokenizer, parts: Sequence[str]) -> list[int]:
+    """Encode texts that stand side by side, where joining them first changes nothing.
+
+    Raises:
+        UsageError: It would.
+    """
     joined = tokenizer.encode("".join(parts))
     if joined != [index for part in parts for index in tokenizer.encode(part)]:
         shown = " + ".join(f"`{part[-20:]}`" for part in parts)
@@ -164,14 +179,32 @@ def _encode_run(tokenizer: Tokenizer, parts: list[str]) -> list[int]:
     return joined
 
 
-def _pieces(
+def image_paths(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return what each image of a conversation names, in order.
+
+    Raises:
+        UsageError: The conversation holds keys or types that are not on record.
+    """
+    return [
+        part.image
+        for message in _typed(messages)
+        if isinstance(message, _User) and not isinstance(message.content, str)
+        for part in message.content
+        if isinstance(part, _ImagePart)
+    ]
+
+
+def conversation_pieces(
     messages: Sequence[Mapping[str, Any]],
     *,
-    tools: Sequence[Mapping[str, Any]],
-    thinking: bool,
-    thinking_effort: str | None,
+    tools: Sequence[Mapping[str, Any]] = (),
+    thinking: bool = True,
+    thinking_effort: str | None = None,
 ) -> list[str]:
-    """List the control tokens (`Control`) and texts (plain `str`) in order."""
+    """List the control tokens (`Control`) and texts (plain `str`) of a conversation, in order.
+
+    Arguments and errors are those of `render`. An image is a piece of its own.
+    """
     if not thinking and thinking_effort is not None:
         raise UsageError(f"thinking_effort: expected none without thinking, got {thinking_effort}")
     typed = _typed(messages)

@@ -6,7 +6,7 @@ so neither all keys nor all scores exist at once.
 Legend: B windows, T tokens, S tokens with those before, D hidden, H heads, G heads at a time.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -34,12 +34,49 @@ class MlaCache:
     k_rope: Tensor
 
 
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, MlaConfig], Tensor]
+
+
+def attend_in_blocks(
+    queried: Tensor,
+    q_weight: Tensor,
+    latent: Tensor,
+    kv_weight: Tensor,
+    k_rope: Tensor,
+    mla: MlaConfig,
+) -> Tensor:
+    """Attend causally, some heads and some queries at a time; the queries are the last T of S.
+
+    Args:
+        queried: `[B, T, rank]`, what queries are projected from.
+        q_weight: `[H (nope + rope), rank]`.
+        latent: `[B, S, kv_lora_rank]`, normed.
+        kv_weight: `[H (nope + v), kv_lora_rank]`.
+        k_rope: `[B, S, rope]`.
+        mla: The config.
+
+    Returns:
+        `[B, T, H, v]`.
+    """
+    B, T, _ = queried.shape
+    shape = (B, T, mla.num_heads, mla.v_head_dim)
+    out = torch.empty(shape, dtype=queried.dtype, device=queried.device)
+    step = _heads_at_a_time(mla, B * latent.shape[1])
+    for first in range(0, mla.num_heads, step):
+        group = slice(first, min(first + step, mla.num_heads))
+        q = _of_heads(queried, q_weight, mla, group)
+        kv = _of_heads(latent, kv_weight, mla, group)
+        out[:, :, group] = _attend(q, kv, k_rope, mla).transpose(1, 2)
+    return out
+
+
 def mla_attention(
     x: Tensor,
     weights: Mapping[str, Tensor],
     mla: MlaConfig,
     *,
     cache: MlaCache | None = None,
+    attend: Attend = attend_in_blocks,
     tap: Tap | None = None,
 ) -> tuple[Tensor, MlaCache]:
     """Attend causally to everything before.
@@ -49,6 +86,7 @@ def mla_attention(
         weights: By role, `mla.*`.
         mla: The config.
         cache: What came before; None starts a window.
+        attend: The form of the attention itself.
         tap: Receives intermediates.
 
     Returns:
@@ -56,7 +94,6 @@ def mla_attention(
 
     Source: Kimi-K3 modelling code, KimiMLAAttention.
     """
-    B, T, _ = x.shape
     latent, k_rope = torch.split(
         linear(x, weights["mla.kv_a_proj_with_mqa"]),
         [mla.kv_lora_rank, mla.qk_rope_head_dim],
@@ -75,14 +112,7 @@ def mla_attention(
         q_latent = linear(x, weights["mla.q_a_proj"])
         queried = rms_norm(q_latent, weights["mla.q_a_layernorm"], eps=LATENT_NORM_EPS)
         q_weight = weights["mla.q_b_proj"]
-    out = torch.empty((B, T, mla.num_heads, mla.v_head_dim), dtype=x.dtype, device=x.device)
-    step = _heads_at_a_time(mla, B * latent.shape[1])
-    for first in range(0, mla.num_heads, step):
-        group = slice(first, min(first + step, mla.num_heads))
-        q = _of_heads(queried, q_weight, mla, group)
-        kv = _of_heads(latent, weights["mla.kv_b_proj"], mla, group)
-        out[:, :, group] = _attend(q, kv, k_rope, mla).transpose(1, 2)
-    gated = out.flatten(2)
+    gated = attend(queried, q_weight, latent, weights["mla.kv_b_proj"], k_rope, mla).flatten(2)
     if mla.mla_use_output_gate:
         gated = gated * torch.sigmoid(linear(x, weights["mla.g_proj"]))
     if tap is not None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from k3quant.models.k3_config import K3Config
+from k3quant.models.k3_config import K3Config, MoeConfig
 from k3quant.models.mlp import gated_mlp
 from k3quant.models.norms import rms_norm
 from k3quant.models.router import Routing, route
@@ -21,6 +21,8 @@ from k3quant.models.tap import Tap
 
 Experts = Callable[[Sequence[int]], Iterable[Mapping[str, Tensor]]]
 """Yields the weights of the experts asked for, in that order, by role `expert.w1` to `.w3`."""
+
+Route = Callable[[Tensor, Tensor, Tensor, MoeConfig, Tap | None], Routing]
 
 
 def moe_block(
@@ -45,21 +47,50 @@ def moe_block(
 
     Source: Kimi-K3 modelling code, KimiSparseMoeBlock.
     """
-    gate = gate_of(config)
-    routing = route(x, weights["moe.gate"], weights["moe.bias"], config.moe, tap=tap)
-    latent = config.moe.routed_expert_hidden_size is not None
-    z = linear(x, weights["moe.latent_down"]) if latent else x
-    y = routed_experts(z, routing, experts, gate=gate)
-    if latent and config.moe.latent_moe_use_norm:
-        y = rms_norm(y, weights["moe.latent_norm"], eps=config.rms_norm_eps)
-    if tap is not None and latent:
+    routing, z = before_experts(x, weights, config, tap=tap)
+    y = routed_experts(z, routing, experts, gate=gate_of(config))
+    return after_experts(x, y, weights, config, tap=tap)
+
+
+def before_experts(
+    x: Tensor,
+    weights: Mapping[str, Tensor],
+    config: K3Config,
+    *,
+    choose: Route = route,
+    tap: Tap | None = None,
+) -> tuple[Routing, Tensor]:
+    """Return the routing of tokens `[N, D]`, and what their experts read, `[N, L]`."""
+    routing = choose(x, weights["moe.gate"], weights["moe.bias"], config.moe, tap)
+    if config.moe.routed_expert_hidden_size is None:
+        return routing, x
+    z = linear(x, weights["moe.latent_down"])
+    if tap is not None:
         tap("moe_latent_in", z)
-        tap("moe_latent_out", y)
-    out = linear(y, weights["moe.latent_up"]) if latent else y
+    return routing, z
+
+
+def after_experts(
+    x: Tensor,
+    y: Tensor,
+    weights: Mapping[str, Tensor],
+    config: K3Config,
+    *,
+    gate: Gate | None = None,
+    tap: Tap | None = None,
+) -> Tensor:
+    """Return the block's output `[N, D]` from its input and its experts' sum `[N, L]`."""
+    out = y
+    if config.moe.routed_expert_hidden_size is not None:
+        if config.moe.latent_moe_use_norm:
+            y = rms_norm(y, weights["moe.latent_norm"], eps=config.rms_norm_eps)
+        if tap is not None:
+            tap("moe_latent_out", y)
+        out = linear(y, weights["moe.latent_up"])
     if not config.moe.num_shared_experts:
         return out
     projections = (weights[f"moe.shared.{name}_proj"] for name in ("gate", "up", "down"))
-    shared = gated_mlp(x, *projections, gate=gate)
+    shared = gated_mlp(x, *projections, gate=gate or gate_of(config))
     if tap is not None:
         tap("moe_shared_out", shared)
     return out + shared

@@ -25,7 +25,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     return normed.to(x.dtype) * weight.to(x.dtype)
 
 
-def gated_rms_norm(x: Tensor, weight: Tensor, gate: Tensor, *, eps: float) -> Tensor:
+def gated_rms_norm(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:
     """Norm, weigh and multiply by sigmoid(gate), rounding once.
 
     Args:

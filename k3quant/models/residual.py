@@ -3,7 +3,7 @@
 Legend: D hidden, n blocks saved so far. Leading dimensions (`...`) are tokens in any arrangement.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +25,7 @@ class Residual:
     blocks: tuple[Tensor, ...] = ()
 
 
-def mix_blocks(residual: Residual, norm: Tensor, proj: Tensor, *, eps: float) -> Tensor:
+def mix_blocks(residual: Residual, norm: Tensor, proj: Tensor, eps: float) -> Tensor:
     """Average blocks and prefix, weighted by a softmax over their scores.
 
     The score of a source is the sum of its unweighted rms norm times `norm` times `proj`; what is
@@ -62,10 +62,3 @@ def _mix(sources: Sequence[Tensor], direction: Tensor, *, eps: float) -> Tensor:
     for i, source in enumerate(sources):
         total.addcmul_(source.float(), shares[..., i, None])
     return total.to(sources[0].dtype)
-
-
-def mix_named(
-    residual: Residual, weights: Mapping[str, Tensor], name: str, *, eps: float
-) -> Tensor:
-    """Mix with the weights `NAME_norm` and `NAME_proj`."""
-    return mix_blocks(residual, weights[f"{name}_norm"], weights[f"{name}_proj"], eps=eps)

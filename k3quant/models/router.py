@@ -30,9 +30,7 @@ class Routing:
     topk_weight: Tensor
 
 
-def route(
-    x: Tensor, gate: Tensor, bias: Tensor, moe: MoeConfig, *, tap: Tap | None = None
-) -> Routing:
+def route(x: Tensor, gate: Tensor, bias: Tensor, moe: MoeConfig, tap: Tap | None = None) -> Routing:
     """Choose experts for each token, in float32.
 
     Args:

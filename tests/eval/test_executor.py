@@ -5,16 +5,16 @@ import torch
 from k3quant.checkpoint.folder import LocalFolder
 from k3quant.checkpoint.reader import open_checkpoint
 from k3quant.errors import ExitCode, IncompleteError, ResourceError, ValuesError
-from k3quant.eval import executor
+from k3quant.eval import layer_step
 from k3quant.eval.checkpoint_model import CheckpointModel
 from k3quant.eval.executor import (
     finish,
-    plan_batches,
     run_layers,
     scored_rows,
     walk_layers,
 )
 from k3quant.eval.head import negative_log_likelihood
+from k3quant.eval.layer_step import plan_batches
 from k3quant.eval.windows import plan_windows
 
 LAYER = "language_model.model.layers"
@@ -49,7 +49,7 @@ def test_stream_gives_the_golden_logits_and_likelihoods(model, golden, name):
 def test_windows_together_equal_windows_alone(model, some_ids, monkeypatch, tokens):
     inputs = [some_ids(n, seed=n) for n in (3, 70, 7, 7, 1, 33)]
     alone = torch.cat([_logits(model, [ids]) for ids in inputs])
-    monkeypatch.setattr(executor, "BATCH_TOKENS", tokens)
+    monkeypatch.setattr(layer_step, "BATCH_TOKENS", tokens)
     torch.testing.assert_close(_logits(model, inputs), alone, rtol=0, atol=1e-4)
 
 
