@@ -36,6 +36,7 @@ class CheckpointModel:
     Attributes:
         config: Its config.
         dtype: Dtype of the activations.
+        stored: Its tensors.
     """
 
     def __init__(
@@ -55,19 +56,19 @@ class CheckpointModel:
         """
         self.config: K3Config = read_config(checkpoint.config)
         self.dtype = dtype
-        self._stored = StoredTensors(checkpoint, self.config)
+        self.stored = StoredTensors(checkpoint, self.config)
         self._ahead_bytes = ahead_bytes
         self._threads = threads
 
     @property
     def bytes_read(self) -> int:
         """Bytes read so far."""
-        return self._stored.bytes_read
+        return self.stored.bytes_read
 
     def walk(self, first: int = 0) -> LayerWalk:
         """Open a walk through the layers, from one of them to the last; reading starts at once."""
         return LayerWalk(
-            self._stored,
+            self.stored,
             first=first,
             dtype=self.dtype,
             ahead_bytes=self._ahead_bytes,
@@ -76,7 +77,7 @@ class CheckpointModel:
 
     def global_weight(self, role: str) -> Tensor:
         """Return a small weight outside the layers."""
-        return decode_weight(self._stored.read_global(role), dtype=self.dtype)
+        return decode_weight(self.stored.read_global(role), dtype=self.dtype)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Read only the embedding rows that are needed.
@@ -89,7 +90,7 @@ class CheckpointModel:
         """
         unique, place = np.unique(ids.numpy(), return_inverse=True)
         rows = torch.empty((len(unique), self.config.hidden_size), dtype=self.dtype)
-        for run in _runs(unique, self._stored.row_bytes("embed_tokens")):
+        for run in _runs(unique, self.stored.row_bytes("embed_tokens")):
             first, last = int(unique[run.start]), int(unique[run.stop - 1]) + 1
             rows[run] = self._rows("embed_tokens", first, last)[
                 torch.from_numpy(unique[run] - first)
@@ -98,6 +99,11 @@ class CheckpointModel:
 
     def head_blocks(self) -> Iterator[HeadBlock]:
         """Yield lm_head in float32, a block of the vocabulary at a time, the next in flight."""
+        for first, weight in self.head_rows():
+            yield first, weight.float()
+
+    def head_rows(self) -> Iterator[HeadBlock]:
+        """Yield lm_head as `head_blocks`, in the dtype of the activations."""
         blocks = self._row_ranges("lm_head")
 
         def read(block: RowRange) -> Tensor:
@@ -107,7 +113,7 @@ class CheckpointModel:
         with Prefetch(blocks, read, budget_bytes=budget, threads=1) as queue:
             for _ in blocks:
                 block, weight = queue.take()
-                yield block.first, weight.float()
+                yield block.first, weight
 
     def find_non_finite(self, layer: int | None) -> tuple[str, int] | None:
         """Return the first tensor of a layer that holds NaN or infinity, and how many.
@@ -121,14 +127,14 @@ class CheckpointModel:
         return None
 
     def _of_layer(self, layer: int) -> Iterator[tuple[str, Tensor]]:
-        for unit in self._stored.layer_units(layer):
-            for parts in self._stored.read_unit(unit).values():
+        for unit in self.stored.layer_units(layer):
+            for parts in self.stored.read_unit(unit).values():
                 first = next(iter(parts.values()))
                 yield first.name, decode_weight(parts, dtype=torch.float32)
 
     def _globals(self) -> Iterator[tuple[str, Tensor]]:
-        for role in self._stored.global_roles:
-            name = self._stored.global_name(role)
+        for role in self.stored.global_roles:
+            name = self.stored.global_name(role)
             if role not in ROW_TABLES:
                 yield name, self.global_weight(role)
                 continue
@@ -136,12 +142,12 @@ class CheckpointModel:
                 yield name, self._rows(role, block.first, block.last)
 
     def _row_ranges(self, role: str) -> list[RowRange]:
-        V, row_bytes = self.config.vocab_size, self._stored.row_bytes(role)
+        V, row_bytes = self.config.vocab_size, self.stored.row_bytes(role)
         step = max(1, HEAD_BLOCK_ELEMENTS // self.config.hidden_size)
         return [RowRange(first, min(first + step, V), row_bytes) for first in range(0, V, step)]
 
     def _rows(self, role: str, first: int, last: int) -> Tensor:
-        return decode_weight(self._stored.read_rows(role, first, last), dtype=self.dtype)
+        return decode_weight(self.stored.read_rows(role, first, last), dtype=self.dtype)
 
 
 def _runs(ids: npt.NDArray[np.int64], row_bytes: int) -> Iterator[slice]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from k3quant.eval.finite import check_finite
-from k3quant.eval.source import Model, Weights
+from k3quant.eval.source import Model, RunsLayers, Weights
 from k3quant.models.k3_config import K3Config, LayerKind
 from k3quant.models.k3_layer import LayerCache, attention_half, mlp_half
 from k3quant.models.residual import Residual
@@ -72,6 +72,10 @@ def run_layer(
     Raises:
         ValuesError: The stream is no longer finite.
     """
+    if isinstance(model, RunsLayers):
+        residual = model.run_layer(residual, weights, layer, batches, tap=tap, mlp_tap=mlp_tap)
+        check_finite(residual.prefix, model, layer, f"layer {layer}")
+        return residual
     # The layer's weights live no longer than this call: those of two layers never exist together.
     own = weights.layer(layer)
     prefix = f"layers.{layer}."

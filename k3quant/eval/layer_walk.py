@@ -52,9 +52,9 @@ class LayerWalk:
 
     def layer(self, layer: int) -> Mapping[str, Tensor]:
         """Return a layer's weights by role, without routed experts."""
-        specs = [spec for spec in self._stored.layer_specs(layer) if spec.expert is None]
+        roles = {s.role for s in self._stored.layer_specs(layer) if s.expert is None}
         weights: dict[str, Tensor] = {}
-        while len(weights) < len(specs):
+        while len(weights) < len(roles):
             weights |= self._take(layer, None)
         return weights
 

@@ -6,12 +6,14 @@ expert's when its tokens are known, can take its place.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from k3quant.models.k3_config import K3Config
+from k3quant.models.residual import Residual
+from k3quant.models.tap import Tap
 
 HeadBlock = tuple[int, Tensor]
 """First row and `[rows, D]` float32 weights of a part of lm_head."""
@@ -59,3 +61,20 @@ class Model(Protocol):
 
         None as the layer asks for the tensors outside the layers.
         """
+
+
+@runtime_checkable
+class RunsLayers(Protocol):
+    """A model that runs a layer in a way of its own."""
+
+    def run_layer(
+        self,
+        residual: Residual,
+        weights: Weights,
+        layer: int,
+        batches: Sequence[Tensor],
+        *,
+        tap: Tap | None,
+        mlp_tap: Tap | None,
+    ) -> Residual:
+        """Run a layer for all tokens, see `layer_step.run_layer`."""

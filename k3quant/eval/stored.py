@@ -25,7 +25,7 @@ Parts = Mapping[str, Mapping[str, StoredPart]]
 
 
 class LayerUnit(NamedTuple):
-    """What is read in one go: a tensor outside the experts, or a whole expert."""
+    """What is read in one go: a weight outside the experts, or a whole expert."""
 
     layer: int
     expert: int | None
@@ -76,13 +76,16 @@ class StoredTensors:
         return [stored for spec in table for stored in self._stored(spec)]
 
     def layer_units(self, layer: int) -> Iterator[LayerUnit]:
-        """Yield what a layer reads: its own tensors, then its experts in ascending order."""
+        """Yield what a layer reads: its own weights, then its experts in ascending order."""
+        own: dict[str, list[TensorSpec]] = {}
         experts: dict[int, list[TensorSpec]] = {}
         for spec in self.layer_specs(layer):
             if spec.expert is None:
-                yield self._unit(layer, None, [spec])
+                own.setdefault(spec.role, []).append(spec)
             else:
                 experts.setdefault(spec.expert, []).append(spec)
+        for specs in own.values():  # a weight with its scales
+            yield self._unit(layer, None, specs)
         for expert in sorted(experts):
             yield self._unit(layer, expert, experts[expert])
 
@@ -135,9 +138,13 @@ class StoredTensors:
     def _read_bytes(self, name: str, offset: int, length: int) -> Tensor:
         data = torch.empty(length, dtype=torch.uint8)
         self._checkpoint.read_into(name, data.numpy(), offset=offset)
+        self.count(length)
+        return data
+
+    def count(self, length: int) -> None:
+        """Count bytes that were read past this object."""
         with self._lock:
             self.bytes_read += length
-        return data
 
     def _stored(self, spec: TensorSpec) -> list[TensorSpec]:
         """Return the stored tensors of a weight of the table, whole or in the parts of a format."""

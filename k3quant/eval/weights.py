@@ -61,7 +61,7 @@ def decode_weight(parts: Mapping[str, StoredPart], *, dtype: torch.dtype) -> Ten
     if storage is None:
         raise SchemaError(f"{first}: expected a known storage form, got parts {sorted(parts)}")
     if storage.name == "mxfp4":
-        return _decode_mxfp4(parts["weight_packed"], parts["weight_scale"]).to(dtype)
+        return _decode_mxfp4(parts["weight_packed"], parts["weight_scale"], dtype)
     tensors = {suffix: _typed(part) for suffix, part in parts.items()}
     try:
         return decode_matrix(storage.name, tensors, shape, dtype=dtype)
@@ -86,8 +86,13 @@ def _typed(part: StoredPart) -> Tensor:
     return part.data.view(torch_dtype(part.dtype)).reshape(part.shape)
 
 
-def _decode_mxfp4(packed: StoredPart, scale: StoredPart) -> Tensor:
-    """Decode to bfloat16, which holds every MXFP4 value exactly."""
+def _decode_mxfp4(packed: StoredPart, scale: StoredPart, dtype: torch.dtype) -> Tensor:
+    """Decode by way of bfloat16, which holds every MXFP4 value exactly."""
+    if packed.data.is_cuda:
+        from k3quant.ops import dequantize_mxfp4
+
+        pair = (part.data.reshape(part.shape) for part in (packed, scale))
+        return dequantize_mxfp4(*pair, dtype=dtype)
     codes, scales = (part.data.numpy().reshape(part.shape) for part in (packed, scale))
     rows, half = packed.shape
     weight = torch.empty((rows, 2 * half), dtype=torch.bfloat16)
@@ -96,4 +101,4 @@ def _decode_mxfp4(packed: StoredPart, scale: StoredPart) -> Tensor:
         dequantize_to_bf16(codes, scales, out=bits, threads=torch.get_num_threads())
     except ValuesError as error:
         raise ValuesError(f"{packed.name}: {error.message}", hint=error.hint) from error
-    return weight
+    return weight.to(dtype)

@@ -52,7 +52,7 @@ class Chunk:
     Attributes:
         layer: 0-based layer.
         experts: Experts, ascending; none for the layer's own tensors.
-        places: By expert (None for the layer's own), role and stored part.
+        places: By expert (None for the layer's own), then by role and stored part.
         stacks: By role of the first of a stack and part: `[experts, ...]` shape, start in arena.
         pieces: What is read.
         num_bytes: Bytes of the arena that are used.
@@ -60,7 +60,7 @@ class Chunk:
 
     layer: int
     experts: tuple[int, ...]
-    places: Mapping[tuple[int | None, str, str], Place]
+    places: Mapping[int | None, Mapping[tuple[str, str], Place]]
     stacks: Mapping[tuple[str, str], tuple[tuple[int, ...], int]]
     pieces: tuple[Piece, ...]
     num_bytes: int
@@ -70,16 +70,16 @@ def own_chunk(
     checkpoint: Checkpoint, layer: int, specs: Sequence[TensorSpec], *, piece_bytes: int
 ) -> Chunk:
     """Lay out a layer's own tensors, one behind the other."""
-    places: dict[tuple[int | None, str, str], Place] = {}
+    places: dict[tuple[str, str], Place] = {}
     end = 0
     for spec in specs:
         entry = checkpoint.entry(spec.name)
-        places[None, spec.role, spec.part] = _place(spec.name, entry, end)
+        places[spec.role, spec.part] = _place(spec.name, entry, end)
         end = _aligned(end + entry.length)
     return Chunk(
         layer=layer,
         experts=(),
-        places=places,
+        places={None: places},
         stacks={},
         pieces=tuple(_pieces(checkpoint, places.values(), piece_bytes)),
         num_bytes=end,
@@ -112,20 +112,22 @@ def expert_chunk(
         rows, *rest = next(s.shape for s in first if (s.role, s.part) == (stack, part)) or (1,)
         stacks[stack, part] = ((len(experts), len(roles) * rows, *rest), end)
         end = _aligned(end + stride * len(experts))
-    places: dict[tuple[int | None, str, str], Place] = {}
+    places: dict[int | None, dict[tuple[str, str], Place]] = {}
     for at, (expert, specs) in enumerate(experts.items()):
         for spec in specs:
             start, stride = starts[spec.role, spec.part]
             entry = checkpoint.entry(spec.name)
             if entry.length != lengths[spec.role, spec.part]:
                 raise ValueError(f"{spec.name}: expected the bytes of the first expert's")
-            places[expert, spec.role, spec.part] = _place(spec.name, entry, start + at * stride)
+            place = _place(spec.name, entry, start + at * stride)
+            places.setdefault(expert, {})[spec.role, spec.part] = place
+    everything = [place for own in places.values() for place in own.values()]
     return Chunk(
         layer=layer,
         experts=tuple(experts),
         places=places,
         stacks=stacks,
-        pieces=tuple(_pieces(checkpoint, places.values(), piece_bytes)),
+        pieces=tuple(_pieces(checkpoint, everything, piece_bytes)),
         num_bytes=end,
     )
 

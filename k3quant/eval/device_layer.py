@@ -1,0 +1,278 @@
+"""One layer on a device: attention window by window, the MLP half in groups of tokens.
+
+The stream may live on the device or on the host; a group of it is brought over, computed and put
+back. Numbers are those of `models.k3_layer`, in the forms that `ops` chooses.
+
+Legend: N tokens of all windows, b windows of a batch, T tokens of its longest, D hidden.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from k3quant import ops
+from k3quant.eval.device_moe import routed_experts
+from k3quant.eval.device_walk import DeviceWalk
+from k3quant.models.k3_config import K3Config, LayerKind, MlaConfig, MoeConfig
+from k3quant.models.k3_layer import (
+    REFERENCE,
+    Blocks,
+    LayerCache,
+    attention_half,
+    dense_mlp,
+    mlp_input,
+)
+from k3quant.models.moe import after_experts, before_experts
+from k3quant.models.residual import Residual
+from k3quant.models.router import Routing, route
+from k3quant.models.situ import Gate, silu_gate
+from k3quant.models.tap import Tap
+
+BOUNDED_DECAY = -5.0  # below it the chunked kernels may lose digits
+
+
+def device_blocks(config: K3Config, *, precise: bool) -> Blocks:
+    """Return the forms that `ops` chooses by where its tensors are; `precise` is float32."""
+    bound = config.kda.gate_lower_bound
+    bounded = bound is not None and bound >= BOUNDED_DECAY
+
+    def mix(residual: Residual, norm: Tensor, proj: Tensor, eps: float) -> Tensor:
+        return ops.mix_blocks(residual, norm, proj, eps=eps)
+
+    def delta_rule(
+        q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return ops.delta_rule(q, k, v, log_decay, beta, state, bounded=bounded, precise=precise)
+
+    def gated_norm(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:
+        return ops.gated_rms_norm(x, weight, gate, eps=eps)
+
+    def choose(x: Tensor, gate: Tensor, bias: Tensor, moe: MoeConfig, tap: Tap | None) -> Routing:
+        if tap is not None:
+            return route(x, gate, bias, moe, tap)
+        return ops.route(x, gate, bias, moe)
+
+    return Blocks(
+        mix=mix,
+        convolve=ops.short_convolution,
+        delta_rule=delta_rule,
+        gated_norm=gated_norm,
+        attend=_attend if not precise else REFERENCE.attend,
+        choose=choose,
+        gate=_gate(config),
+    )
+
+
+def _gate(config: K3Config) -> Gate:
+    beta, linear_beta = config.activation_situ_beta, config.activation_situ_linear_beta
+    if beta is None or linear_beta is None:
+        return silu_gate
+    return lambda gate, up: ops.situ(gate, up, beta=beta, linear_beta=linear_beta)
+
+
+def _attend(
+    queried: Tensor,
+    q_weight: Tensor,
+    latent: Tensor,
+    kv_weight: Tensor,
+    k_rope: Tensor,
+    mla: MlaConfig,
+) -> Tensor:
+    if not queried.is_cuda:
+        return REFERENCE.attend(queried, q_weight, latent, kv_weight, k_rope, mla)
+    from k3quant.kernels.mla_attention import mla_attend
+
+    return mla_attend(
+        queried,
+        q_weight,
+        latent,
+        kv_weight,
+        k_rope,
+        heads=mla.num_heads,
+        nope=mla.qk_nope_head_dim,
+        v_dim=mla.v_head_dim,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceLayer:
+    """How a layer runs on a device.
+
+    Attributes:
+        config: The config.
+        device: Where it computes.
+        blocks: Forms of its parts.
+        group: Tokens at a time, of attention and of the MLP half.
+    """
+
+    config: K3Config
+    device: torch.device
+    blocks: Blocks
+    group: int
+
+    def attend(
+        self,
+        residual: Residual,
+        weights: Mapping[str, Tensor],
+        layer: int,
+        batches: Sequence[Tensor],
+        *,
+        tap: Tap | None = None,
+    ) -> Residual:
+        """Run the attention half for all windows; the stream stays where it is.
+
+        Args:
+            residual: The stream, `[N, D]`.
+            weights: The layer's own.
+            layer: 0-based layer.
+            batches: Places of the windows' tokens, see `layer_step.plan_batches`.
+            tap: Receives intermediates of a single window.
+        """
+        prefix = torch.empty_like(residual.prefix)
+        starts_block = False
+        for batch in batches:
+            cache: LayerCache | None = None
+            whole = tap is not None or self.config.layer_kinds[layer] is LayerKind.MLA
+            step = max(1, self.group // len(batch))
+            for places in (batch,) if whole else torch.split(batch, step, dim=1):
+                index = places.clamp(min=0)
+                out, cache = attention_half(
+                    self._gather(residual, index),
+                    weights,
+                    self.config,
+                    layer,
+                    cache=cache,
+                    blocks=self.blocks,
+                    tap=tap,
+                )
+                starts_block = len(out.blocks) > len(residual.blocks)
+                _scatter(prefix, places, out.prefix)
+        blocks = (*residual.blocks, residual.prefix) if starts_block else residual.blocks
+        return Residual(prefix, blocks)
+
+    def mlp(
+        self,
+        residual: Residual,
+        weights: Mapping[str, Tensor],
+        walk: DeviceWalk,
+        layer: int,
+        *,
+        tap: Tap | None = None,
+    ) -> Residual:
+        """Run the MLP half for all tokens; arguments as `attend`."""
+        prefix = torch.empty_like(residual.prefix)
+        groups = [
+            slice(first, min(first + self.group, len(prefix)))
+            for first in range(0, len(prefix), self.group)
+        ]
+        is_moe = self.config.is_moe(layer)
+        taps: dict[str, list[Tensor]] = {}
+
+        def keep(name: str, value: Tensor) -> None:
+            taps.setdefault(name, []).append(value)
+
+        inner = None if tap is None else keep
+        y: Tensor | None = None
+        if is_moe:
+            y = self._routed(residual, groups, weights, walk, layer, tap=inner)
+        for rows in groups:
+            piece = self._slice(residual, rows)
+            h, x = mlp_input(piece, weights, self.config, self.blocks)
+            if y is None:
+                m = dense_mlp(x, weights, self.config, self.blocks.gate)
+            else:
+                m = after_experts(
+                    x, y[rows], weights, self.config, gate=self.blocks.gate, tap=inner
+                )
+            out = piece.prefix + m
+            prefix[rows] = out.to(prefix.device)
+            if inner is not None:
+                for name, value in (
+                    ("mlp_res_out", h),
+                    ("mlp_in", x),
+                    ("mlp_out", m),
+                    ("out", out),
+                ):
+                    inner(name, value)
+        if tap is not None:
+            for name, values in taps.items():
+                tap(name, torch.cat(values))
+        return Residual(prefix, residual.blocks)
+
+    def _routed(
+        self,
+        residual: Residual,
+        groups: Sequence[slice],
+        weights: Mapping[str, Tensor],
+        walk: DeviceWalk,
+        layer: int,
+        *,
+        tap: Tap | None,
+    ) -> Tensor:
+        chosen: list[Routing] = []
+        latents: list[Tensor] = []
+        for rows in groups:
+            _, x = mlp_input(self._slice(residual, rows), weights, self.config, self.blocks)
+            routing, z = before_experts(x, weights, self.config, choose=self.blocks.choose, tap=tap)
+            chosen.append(routing)
+            latents.append(z)
+        routing = Routing(
+            torch.cat([r.topk_idx for r in chosen]), torch.cat([r.topk_weight for r in chosen])
+        )
+        z = torch.cat(latents)
+        del latents, chosen
+        beta, linear_beta = (
+            self.config.activation_situ_beta,
+            self.config.activation_situ_linear_beta,
+        )
+        assert self.blocks.gate is not None
+        return routed_experts(
+            z,
+            routing,
+            walk.chunks(layer, routing.topk_idx),
+            walk.release,
+            num_experts=self.config.moe.num_experts,
+            gate=self.blocks.gate,
+            betas=None if beta is None or linear_beta is None else (beta, linear_beta),
+        )
+
+    def _slice(self, residual: Residual, rows: slice) -> Residual:
+        return Residual(
+            residual.prefix[rows].to(self.device, non_blocking=True),
+            tuple(x[rows].to(self.device, non_blocking=True) for x in residual.blocks),
+        )
+
+    def _gather(self, residual: Residual, index: Tensor) -> Residual:
+        first = int(index[0, 0])
+        count = index.numel()
+        # Windows of one length lie side by side: no copy is needed.
+        if torch.equal(index.flatten(), torch.arange(first, first + count)):
+            found = self._slice(residual, slice(first, first + count))
+        else:
+            rows = index.flatten().to(residual.prefix.device)
+            found = Residual(
+                residual.prefix[rows].to(self.device),
+                tuple(x[rows].to(self.device) for x in residual.blocks),
+            )
+        shape = (*index.shape, -1)
+        return replace(
+            found,
+            prefix=found.prefix.view(shape),
+            blocks=tuple(x.view(shape) for x in found.blocks),
+        )
+
+
+def _scatter(prefix: Tensor, places: Tensor, values: Tensor) -> None:
+    """Put a batch's rows where they belong; what only fills up is dropped."""
+    real = places.flatten() >= 0
+    target = places.flatten()[real]
+    rows = values.reshape(-1, values.shape[-1])
+    if len(target) < len(rows):
+        rows = rows[real.nonzero()[:, 0].to(rows.device)]
+    first = int(target[0])
+    if torch.equal(target, torch.arange(first, first + len(target))):
+        prefix[first : first + len(target)] = rows.to(prefix.device)
+    else:
+        prefix[target.to(prefix.device)] = rows.to(prefix.device)

@@ -1,0 +1,200 @@
+"""A checkpoint that computes on a device: weights streamed to it, the walk planned beforehand."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from k3quant.checkpoint.reader import Checkpoint
+from k3quant.eval.checkpoint_model import CheckpointModel
+from k3quant.eval.device_layer import DeviceLayer, device_blocks
+from k3quant.eval.device_walk import DeviceWalk
+from k3quant.eval.source import HeadBlock, Weights
+from k3quant.eval.stored import StoredTensors
+from k3quant.models.k3_config import K3Config
+from k3quant.models.residual import Residual
+from k3quant.models.tap import Tap, under
+from k3quant.stream.budget import PIECE_BYTES, Budget, Need, plan_budget
+from k3quant.stream.chunks import expert_chunk, own_chunk
+
+GROUP_TOKENS = 8192
+SMALL_GROUP_TOKENS = 2048
+SMALL_VRAM_BYTES = 48 << 30
+# Float32 activations of attention's width that are alive together, per token.
+WIDE_ACTIVATIONS = 16
+# Tokens a chosen expert must have on average for every expert to be read without waiting.
+CROWD = 4
+
+
+class DeviceModel:
+    """A checkpoint whose layers run on a device.
+
+    Attributes:
+        config: Its config.
+        dtype: Dtype of the activations.
+        device: Where it computes.
+        budget: How device memory is shared out; None before the first embedding.
+        expert_bytes: Bytes of a routed expert.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        vram_bytes: int | None = None,
+        ram_bytes: int | None = None,
+        threads: int = 16,
+        share: int = 1,
+    ) -> None:
+        """Check config and tensors.
+
+        Args:
+            checkpoint: The opened checkpoint.
+            dtype: Dtype of the activations.
+            device: Where to compute.
+            vram_bytes: Device memory to use; None takes nine tenths of what is free.
+            ram_bytes: Host memory to use; None is no bound.
+            threads: Reads at a time.
+            share: Models that share both.
+
+        Raises:
+            SchemaError: The config is not K3's, or a tensor is missing or of another shape or
+                dtype.
+        """
+        self._host = CheckpointModel(checkpoint, dtype=dtype, ahead_bytes=1 << 28, threads=1)
+        self.config: K3Config = self._host.config
+        self.dtype = dtype
+        self.device = device
+        self.budget: Budget | None = None
+        self._checkpoint = checkpoint
+        self._stored: StoredTensors = self._host.stored
+        free = vram_bytes or _free_bytes(device)
+        self._vram_bytes = free // share
+        self._ram_bytes = None if ram_bytes is None else ram_bytes // share
+        self._threads = threads
+        self._tokens = 0
+        small = self._vram_bytes < SMALL_VRAM_BYTES
+        self._own_bytes, self.expert_bytes = self._largest()
+        self._layer = DeviceLayer(
+            config=self.config,
+            device=device,
+            blocks=device_blocks(self.config, precise=dtype is torch.float32),
+            group=SMALL_GROUP_TOKENS if small else GROUP_TOKENS,
+        )
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read so far."""
+        return self._host.bytes_read
+
+    def walk(self, first: int = 0) -> DeviceWalk:
+        """Open a walk through the layers, from one of them to the last; reading starts at once."""
+        budget = self.budget or self._plan(1)
+        moe = self.config.moe
+        crowd = self._tokens * moe.num_experts_per_token >= CROWD * moe.num_experts
+        return DeviceWalk(
+            self._checkpoint,
+            self._stored,
+            first=first,
+            dtype=self.dtype,
+            device=self.device,
+            budget=budget,
+            own_bytes=self._own_bytes,
+            expert_bytes=self.expert_bytes,
+            threads=self._threads,
+            all_experts=crowd,
+        )
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Read only the embedding rows that are needed, `[N, D]`, where the stream will live.
+
+        Raises:
+            ResourceError: The budget is too small for these tokens.
+        """
+        self.budget = self._plan(len(ids))
+        rows = self._host.embed(ids.cpu())
+        if self.budget.stream_on_device:
+            return rows.to(self.device)
+        return rows.pin_memory() if self.device.type == "cuda" else rows
+
+    def global_weight(self, role: str) -> Tensor:
+        """Return a small weight outside the layers."""
+        return self._host.global_weight(role).to(self.device)
+
+    def head_blocks(self) -> Iterator[HeadBlock]:
+        """Yield lm_head in float32, a block of the vocabulary at a time."""
+        for first, weight in self._host.head_rows():
+            yield first, weight.to(self.device).float()
+
+    def find_non_finite(self, layer: int | None) -> tuple[str, int] | None:
+        """Return the first tensor of a layer that holds NaN or infinity, and how many."""
+        return self._host.find_non_finite(layer)
+
+    def run_layer(
+        self,
+        residual: Residual,
+        weights: Weights,
+        layer: int,
+        batches: Sequence[Tensor],
+        *,
+        tap: Tap | None,
+        mlp_tap: Tap | None,
+    ) -> Residual:
+        """Run a layer for all tokens, see `layer_step.run_layer`."""
+        assert isinstance(weights, DeviceWalk)
+        own = weights.layer(layer)
+        prefix = f"layers.{layer}."
+        alone: Tap | None = None
+        if tap is not None:
+            outer = under(tap, prefix)
+            assert outer is not None
+            alone = lambda name, value: outer(name, value[0])  # noqa: E731  one window
+        residual = self._layer.attend(residual, own, layer, batches, tap=alone)
+        return self._layer.mlp(residual, own, weights, layer, tap=under(tap or mlp_tap, prefix))
+
+    def _plan(self, tokens: int) -> Budget:
+        self._tokens = tokens
+        config, size = self.config, self.dtype.itemsize
+        every = config.attn_res_block_size
+        saved = 0 if every is None else -(-config.num_hidden_layers // every)
+        wide = max(config.kda.width, config.mla.num_heads * config.mla.qk_head_dim)
+        # Of all tokens: what experts read and their sum; the new stream beside the old.
+        experts = tokens * config.expert_width * (size + 4)
+        work = self._layer.group * WIDE_ACTIVATIONS * wide * 4 + experts
+        need = Need(
+            own=self._own_bytes,
+            expert=self.expert_bytes,
+            experts=config.moe.num_experts if self.expert_bytes else 0,
+            work=work,
+            token=(2 + saved) * config.hidden_size * size,
+        )
+        return plan_budget(
+            need,
+            tokens=tokens,
+            threads=self._threads,
+            vram_bytes=self._vram_bytes,
+            ram_bytes=self._ram_bytes,
+        )
+
+    def _largest(self) -> tuple[int, int]:
+        """Return the bytes of the largest layer's own tensors and of the largest expert."""
+        own = expert = 0
+        for layer in range(self.config.num_hidden_layers):
+            specs = self._stored.layer_specs(layer)
+            mine = [spec for spec in specs if spec.expert is None]
+            first = [spec for spec in specs if spec.expert == 0]
+            chunk = own_chunk(self._checkpoint, layer, mine, piece_bytes=PIECE_BYTES)
+            own = max(own, chunk.num_bytes)
+            if first:
+                alone = expert_chunk(self._checkpoint, layer, {0: first}, piece_bytes=PIECE_BYTES)
+                expert = max(expert, alone.num_bytes)
+        return own, expert
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1 << 34
+    free, _ = torch.cuda.mem_get_info(device)
+    return free * 9 // 10

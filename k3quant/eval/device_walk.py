@@ -1,0 +1,166 @@
+"""A walk through the layers whose weights arrive on a device while it computes."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from threading import Condition
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from k3quant.checkpoint.reader import Checkpoint
+from k3quant.errors import K3QuantError, ValuesError
+from k3quant.eval.device_moe import parts_of
+from k3quant.eval.stored import StoredTensors
+from k3quant.eval.weights import decode_weight
+from k3quant.models.k3_tensors import TensorSpec
+from k3quant.stream.budget import PIECE_BYTES, Budget
+from k3quant.stream.chunks import Chunk, Piece, expert_chunk, own_chunk
+from k3quant.stream.reader import ChunkReader, Loaded
+
+
+class DeviceWalk:
+    """Gives a layer's own weights, then its experts in chunks, layer after layer."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        stored: StoredTensors,
+        *,
+        first: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        budget: Budget,
+        own_bytes: int,
+        expert_bytes: int,
+        threads: int,
+        all_experts: bool,
+    ) -> None:
+        """Start reading.
+
+        Args:
+            checkpoint: The checkpoint.
+            stored: Its tensors.
+            first: Layer to begin with.
+            dtype: Dtype of the activations.
+            device: Where to.
+            budget: Arenas.
+            own_bytes: Bytes of the largest layer's own tensors, as chunks lay them out.
+            expert_bytes: Bytes of an expert.
+            threads: Reads at a time.
+            all_experts: Whether every expert is read, in file order and ahead of time; otherwise
+                only those that some token chose, once that is known.
+        """
+        self._checkpoint = checkpoint
+        self._stored = stored
+        self._dtype = dtype
+        self._chunk_experts = budget.chunk_experts
+        self._all = all_experts
+        self._choice = Condition()
+        self._chosen: dict[int, Sequence[int]] = {}
+        self._closed = False
+        self._held: Loaded | None = None
+        layers = range(first, stored.config.num_hidden_layers)
+        self._reader = ChunkReader(
+            self._chunks(layers),
+            self._read,
+            device=device,
+            own_arenas=budget.own_arenas,
+            own_bytes=own_bytes,
+            expert_arenas=budget.expert_arenas,
+            expert_bytes=budget.chunk_experts * expert_bytes,
+            piece_bytes=PIECE_BYTES,
+            threads=threads,
+        )
+
+    def __enter__(self) -> "DeviceWalk":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._choice:
+            self._closed = True
+            self._choice.notify_all()
+        self._reader.close()
+
+    def layer(self, layer: int) -> Mapping[str, Tensor]:
+        """Return a layer's own weights by role; they are gone when the next layer's are asked for.
+
+        Raises:
+            K3QuantError: A read failed, or a value cannot be decoded.
+        """
+        if self._held is not None:
+            self._reader.release(self._held)
+        self._held = loaded = self._take(layer)
+        exact = {s.role for s in self._stored.layer_specs(layer) if s.dtype == "F32"}
+        try:
+            return {
+                role: decode_weight(parts, dtype=torch.float32 if role in exact else self._dtype)
+                for role, parts in parts_of(loaded, None)
+            }
+        except ValuesError as error:
+            raise ValuesError(f"layer {layer}: {error.message}", hint=error.hint) from error
+
+    def experts(self, layer: int, wanted: Sequence[int]) -> Iterator[Mapping[str, Tensor]]:
+        """Refuse: experts come in chunks here."""
+        raise NotImplementedError(f"layer {layer}: experts come in chunks, not {len(wanted)} alone")
+
+    def chunks(self, layer: int, wanted: Tensor) -> Iterator[Loaded]:
+        """Yield a layer's chunks of experts, ascending.
+
+        Args:
+            layer: 0-based layer.
+            wanted: Experts that some token chose; only they are needed.
+        """
+        if self._all:
+            groups = self._groups(range(self._stored.config.moe.num_experts))
+        else:
+            chosen: list[int] = torch.unique(wanted).tolist()
+            with self._choice:
+                self._chosen[layer] = chosen
+                self._choice.notify_all()
+            groups = self._groups(chosen)
+        for _ in groups:
+            yield self._take(layer)
+
+    def release(self, loaded: Loaded) -> None:
+        """Give a chunk of experts back."""
+        self._reader.release(loaded)
+
+    def _take(self, layer: int) -> Loaded:
+        loaded = self._reader.take()
+        if loaded.chunk.layer != layer:
+            raise ValueError(f"walk: expected layer {loaded.chunk.layer} next, got {layer}")
+        return loaded
+
+    def _groups(self, experts: Sequence[int]) -> list[Sequence[int]]:
+        step = self._chunk_experts
+        return [experts[first : first + step] for first in range(0, len(experts), step)]
+
+    def _chunks(self, layers: range) -> Iterator[Chunk]:
+        for layer in layers:
+            own: list[TensorSpec] = []
+            experts: dict[int, list[TensorSpec]] = {}
+            for spec in self._stored.layer_specs(layer):
+                if spec.expert is None:
+                    own.append(spec)
+                else:
+                    experts.setdefault(spec.expert, []).append(spec)
+            yield own_chunk(self._checkpoint, layer, own, piece_bytes=PIECE_BYTES)
+            if not experts:
+                continue
+            for group in self._groups(sorted(experts) if self._all else self._wait_for(layer)):
+                some = {expert: experts[expert] for expert in group}
+                yield expert_chunk(self._checkpoint, layer, some, piece_bytes=PIECE_BYTES)
+
+    def _wait_for(self, layer: int) -> Sequence[int]:
+        with self._choice:
+            self._choice.wait_for(lambda: layer in self._chosen or self._closed)
+            return self._chosen.pop(layer, ())
+
+    def _read(self, piece: Piece, buffer: npt.NDArray[np.uint8]) -> None:
+        try:
+            self._checkpoint.source.read_into(piece.file, piece.offset, memoryview(buffer.data))
+        except K3QuantError as error:
+            message = f"{error.message}, reading from tensor {piece.name} on"
+            raise type(error)(message, hint=error.hint) from error
+        self._stored.count(piece.length)
