@@ -10,7 +10,7 @@ from k3quant.cli.output import session
 
 CheckpointArg = Annotated[Path, typer.Argument(help="Checkpoint folder.")]
 DtypeOpt = Annotated[str, typer.Option("--dtype", help="float32 or bfloat16.")]
-DeviceOpt = Annotated[str, typer.Option("--device", help="cpu.")]
+DeviceOpt = Annotated[str, typer.Option("--device", help="cpu or cuda.")]
 
 
 def evaluate(
@@ -34,6 +34,9 @@ def evaluate(
     reference: Annotated[
         Path | None,
         typer.Option("--reference", help="Checkpoint to compare with: KL, agreement, error."),
+    ] = None,
+    vram: Annotated[
+        str | None, typer.Option("--vram", help="Device memory budget, such as 20GB.")
     ] = None,
     ram: Annotated[str | None, typer.Option("--ram", help="Memory budget, such as 40GB.")] = None,
     out: Annotated[
@@ -59,6 +62,7 @@ def evaluate(
             bos=bos,
             dtype=dtype,  # type: ignore[arg-type]  # the settings refuse other words
             device=device,  # type: ignore[arg-type]
+            vram_bytes=parse_size(vram) if vram else None,
             ram_bytes=parse_size(ram) if ram else None,
         )
         if data is not None:

@@ -36,6 +36,7 @@ class CheckpointModel:
     Attributes:
         config: Its config.
         dtype: Dtype of the activations.
+        device: Where it computes, the processor.
         stored: Its tensors.
     """
 
@@ -56,6 +57,7 @@ class CheckpointModel:
         """
         self.config: K3Config = read_config(checkpoint.config)
         self.dtype = dtype
+        self.device = torch.device("cpu")
         self.stored = StoredTensors(checkpoint, self.config)
         self._ahead_bytes = ahead_bytes
         self._threads = threads

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from k3quant.checkpoint.reader import open_checkpoint, read_json
 from k3quant.errors import SchemaError
-from k3quant.eval.checkpoint_model import CheckpointModel
 from k3quant.eval.data_lines import MEDIA_PAD, DataLine, read_lines
 from k3quant.eval.divergence import Subject
 from k3quant.eval.media_features import media_features
 from k3quant.eval.media_weights import VisionWeights
-from k3quant.eval.perplexity import EvalSettings, open_model
+from k3quant.eval.perplexity import EvalSettings, OpenModel, open_model
 from k3quant.eval.tokens import digest_ids
 from k3quant.media.settings import PREPROCESSOR_FILE, MediaSettings, check_settings, read_settings
 from k3quant.models.tokenizer import Tokenizer
@@ -36,7 +35,7 @@ class DataSide:
     """
 
     folder: Path
-    model: CheckpointModel
+    model: OpenModel
     vision: VisionWeights | None
     settings: MediaSettings | None
     tokenizer: Tokenizer = field(repr=False)

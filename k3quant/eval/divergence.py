@@ -127,13 +127,17 @@ class _Sums:
     difference: float = 0.0
 
     def add(self, reference: Tensor, candidate: Tensor) -> None:
+        sums = torch.zeros(4, dtype=torch.float64, device=reference.device)
         step = rows_per_block(4 * reference.shape[-1])
         for r, c in zip(torch.split(reference, step), torch.split(candidate, step), strict=True):
             r64, c64 = r.double(), c.double()
-            self.reference += float(r64.square().sum())
-            self.candidate += float(c64.square().sum())
-            self.product += float((r64 * c64).sum())
-            self.difference += float((c64 - r64).square().sum())
+            products = (r64.square(), c64.square(), r64 * c64, (c64 - r64).square())
+            sums += torch.stack([x.sum() for x in products])
+        found = sums.tolist()  # waits for the device once
+        self.reference += found[0]
+        self.candidate += found[1]
+        self.product += found[2]
+        self.difference += found[3]
 
     def result(self, layer: int) -> LayerDivergence:
         norms = math.sqrt(self.reference * self.candidate)
@@ -157,8 +161,10 @@ class _Agreement:
 
     def add(self, reference: Tensor, candidate: Tensor) -> None:
         step = rows_per_block(reference.shape[-1] * candidate.shape[-1])
+        same = torch.zeros((), dtype=torch.int64, device=reference.device)
         for r, c in zip(torch.split(reference, step), torch.split(candidate, step), strict=True):
-            self.same += int((r[:, :, None] == c[:, None, :]).sum())
+            same += (r[:, :, None] == c[:, None, :]).sum()
+        self.same += int(same)
         self.chosen += reference.numel()
 
     def result(self) -> float | None:

@@ -22,6 +22,8 @@ from k3quant.models.residual import Residual
 from k3quant.models.tap import Tap
 from k3quant.progress import SILENT, Progress
 
+FINISH_ROWS = 8192  # of a stream that is brought to a device
+
 
 def walk_layers(
     model: Model,
@@ -88,11 +90,26 @@ def finish(
     if model.config.attn_res_block_size is not None:
         names += ["output_attn_res_norm", "output_attn_res_proj"]
     weights = {name: model.global_weight(name) for name in names}
-    if rows is not None and len(rows) != len(residual.prefix):
-        residual = Residual(residual.prefix[rows], tuple(x[rows] for x in residual.blocks))
-    hidden = final_hidden(residual, weights, model.config, tap=tap)
+    if rows is not None and len(rows) == len(residual.prefix):
+        rows = None
+    if model.device == residual.prefix.device and model.device.type == "cpu":
+        hidden = final_hidden(_part(residual, rows), weights, model.config, tap=tap)
+    else:
+        if rows is None:
+            rows = torch.arange(len(residual.prefix))
+        groups = torch.split(rows.to(residual.prefix.device), len(rows) if tap else FINISH_ROWS)
+        parts = (_part(residual, group, model.device) for group in groups)
+        hidden = torch.cat([final_hidden(x, weights, model.config, tap=tap) for x in parts])
     check_finite(hidden, model, None, "after the last norm")
     return hidden
+
+
+def _part(residual: Residual, rows: Tensor | None, device: torch.device | None = None) -> Residual:
+    """Return some rows of a stream, where they shall be."""
+    if rows is None:
+        return residual
+    prefix, *blocks = (x[rows].to(device or x.device) for x in (residual.prefix, *residual.blocks))
+    return Residual(prefix, tuple(blocks))
 
 
 def scored_rows(windows: Sequence[Window]) -> tuple[Tensor, Tensor]:

@@ -12,14 +12,15 @@ from torch.nn.functional import linear
 from k3quant.eval.source import HeadBlock
 
 LOGIT_ELEMENTS = 1 << 22  # 16 MiB of float32 logits at a time: passes over them stay in cache
+DEVICE_LOGIT_ELEMENTS = 1 << 27  # 512 MiB: fewer launches
 
 
 class LogSumExp:
     """log(sum(exp(logits))) of N rows, fed a block of columns at a time."""
 
-    def __init__(self, rows: int) -> None:
-        self.peak = torch.full((rows,), float("-inf"), dtype=torch.float64)
-        self.total = torch.zeros((rows,), dtype=torch.float64)
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.peak = torch.full((rows,), float("-inf"), dtype=torch.float64, device=device)
+        self.total = torch.zeros((rows,), dtype=torch.float64, device=device)
 
     def add(self, rows: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Take in `[n, columns]` float32 logits of some rows.
@@ -47,7 +48,7 @@ class TargetLogits:
 
     def __init__(self, targets: Tensor) -> None:
         self._targets = targets
-        self.values = torch.full(targets.shape, float("nan"), dtype=torch.float64)
+        self.values = torch.full_like(targets, float("nan"), dtype=torch.float64)
 
     def add(self, rows: slice, logits: Tensor, first: int) -> None:
         """Take in `[n, columns]` logits of some rows, for the ids from `first` on."""
@@ -69,19 +70,21 @@ def negative_log_likelihood(hidden: Tensor, targets: Tensor, head: Iterable[Head
         head: Blocks of lm_head that cover the vocabulary.
 
     Returns:
-        `[N]` float64, in nats; NaN where a logit is NaN.
+        `[N]` float64 on the processor, in nats; NaN where a logit is NaN.
     """
-    sums, chosen = LogSumExp(len(targets)), TargetLogits(targets)
+    targets = targets.to(hidden.device)
+    sums, chosen = LogSumExp(len(targets), hidden.device), TargetLogits(targets)
     for first, weight in head:
         for rows, logits in logit_blocks(hidden, weight):
             sums.add(rows, logits)
             chosen.add(rows, logits, first)
-    return sums.value() - chosen.values
+    return (sums.value() - chosen.values).cpu()
 
 
 def logit_blocks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Yield float32 logits of a block of rows after the other, for one block of lm_head."""
-    step = max(1, LOGIT_ELEMENTS // weight.shape[0])
+    elements = DEVICE_LOGIT_ELEMENTS if hidden.is_cuda else LOGIT_ELEMENTS
+    step = max(1, elements // weight.shape[0])
     for start in range(0, hidden.shape[0], step):
         rows = slice(start, min(start + step, hidden.shape[0]))
         yield rows, linear(hidden[rows].float(), weight.float())

@@ -33,9 +33,9 @@ class PairScores:
 class _Top1:
     """The likeliest id of each row, the lowest of equals."""
 
-    def __init__(self, rows: int) -> None:
-        self.value = torch.full((rows,), float("-inf"))
-        self.index = torch.zeros((rows,), dtype=torch.int64)
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.value = torch.full((rows,), float("-inf"), device=device)
+        self.index = torch.zeros((rows,), dtype=torch.int64, device=device)
 
     def add(self, rows: slice, logits: Tensor, first: int) -> None:
         best = logits.max(dim=-1)
@@ -63,13 +63,15 @@ def score_pair(
         candidate_head: Blocks of the same rows.
 
     Returns:
-        The scores. Rounding that takes a KL below zero is cut; equal logits give exactly zero.
+        The scores, on the processor. Rounding that takes a KL below zero is cut; equal logits give
+        exactly zero.
     """
-    N = len(targets)
-    their_sums, our_sums = LogSumExp(N), LogSumExp(N)
+    N, device = len(targets), reference.device
+    targets = targets.to(device)
+    their_sums, our_sums = LogSumExp(N, device), LogSumExp(N, device)
     their_targets, our_targets = TargetLogits(targets), TargetLogits(targets)
-    their_top1, our_top1 = _Top1(N), _Top1(N)
-    weighted = torch.zeros(N, dtype=torch.float64)
+    their_top1, our_top1 = _Top1(N, device), _Top1(N, device)
+    weighted = torch.zeros(N, dtype=torch.float64, device=device)
     for (first, their_weight), (place, our_weight) in zip(
         reference_head, candidate_head, strict=True
     ):
@@ -92,8 +94,8 @@ def score_pair(
     their_lse, our_lse = their_sums.value(), our_sums.value()
     kld = weighted / their_sums.total - their_lse + our_lse
     return PairScores(
-        kld=kld.clamp(min=0),
-        same_top1=their_top1.index == our_top1.index,
-        reference_nll=their_lse - their_targets.values,
-        candidate_nll=our_lse - our_targets.values,
+        kld=kld.clamp(min=0).cpu(),
+        same_top1=(their_top1.index == our_top1.index).cpu(),
+        reference_nll=(their_lse - their_targets.values).cpu(),
+        candidate_nll=(our_lse - our_targets.values).cpu(),
     )

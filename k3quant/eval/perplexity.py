@@ -17,8 +17,9 @@ from torch import Tensor
 
 from k3quant.checkpoint.reader import open_checkpoint
 from k3quant.checkpoint.writer import ShardWriter
-from k3quant.errors import IncompleteError, UsageError
+from k3quant.errors import IncompleteError, ResourceError, UsageError
 from k3quant.eval.checkpoint_model import CheckpointModel
+from k3quant.eval.device_model import DeviceModel
 from k3quant.eval.divergence import Divergence, DivergenceMeter, Subject, check_comparable
 from k3quant.eval.executor import finish, run_layers, scored_rows
 from k3quant.eval.finite import check_finite
@@ -30,6 +31,9 @@ from k3quant.eval.windows import Ids, Window, plan_windows
 from k3quant.models.k3_config import K3Config
 from k3quant.models.tokenizer import RANKS_FILE, Tokenizer
 from k3quant.progress import SILENT, Progress
+
+OpenModel = CheckpointModel | DeviceModel
+DEVICE_READ_THREADS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +47,7 @@ class EvalSettings:
         dtype: Of activations and decoded weights; norms, router, recurrent state, softmaxes and
             logits are float32 in either case.
         device: Where to compute.
+        vram_bytes: Bound of the device's memory; None takes nine tenths of what is free.
         ram_bytes: Bound of the memory; tokens that do not fit together are evaluated in several
             passes over the checkpoint. None is no bound: one pass.
         ahead_bytes: Bytes that are read ahead of the computation.
@@ -53,7 +58,8 @@ class EvalSettings:
     stride: int | None = None
     bos: bool = False
     dtype: Literal["float32", "bfloat16"] = "float32"
-    device: Literal["cpu"] = "cpu"
+    device: Literal["cpu", "cuda"] = "cpu"
+    vram_bytes: int | None = None
     ram_bytes: int | None = None
     ahead_bytes: int = 1 << 30
     read_threads: int = 4
@@ -65,8 +71,15 @@ class EvalSettings:
             raise UsageError(f"stride: expected 1 to ctx {self.ctx}, got {self.stride}")
         if self.dtype not in ("float32", "bfloat16"):
             raise UsageError(f"dtype: expected float32 or bfloat16, got {self.dtype}")
-        if self.device != "cpu":
-            raise UsageError(f"device: expected cpu, got {self.device}")
+        if self.device not in ("cpu", "cuda"):
+            raise UsageError(f"device: expected cpu or cuda, got {self.device}")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ResourceError(
+                "device: expected a CUDA device, got none that torch can use",
+                hint="install a build of torch with CUDA, or leave out --device",
+            )
+        if self.vram_bytes is not None and self.device == "cpu":
+            raise UsageError("vram: expected --device cuda with it, got cpu")
         if self.read_threads < 1:
             raise UsageError(f"read_threads: expected at least 1, got {self.read_threads}")
 
@@ -127,6 +140,7 @@ class EvalResult:
             "stride": self.settings.step,
             "bos": self.settings.bos,
             "dtype": self.settings.dtype,
+            "device": self.settings.device,
             "documents": self.documents,
             "windows": self.windows,
             "tokens_sha256": self.tokens_sha256,
@@ -210,11 +224,23 @@ def evaluate(
     )
 
 
-def open_model(folder: Path, settings: EvalSettings, *, share: int = 1) -> CheckpointModel:
-    """Open a checkpoint for evaluation; `share` walks divide what is read ahead."""
+def open_model(folder: Path, settings: EvalSettings, *, share: int = 1) -> OpenModel:
+    """Open a checkpoint for evaluation; `share` walks divide budgets and what is read ahead."""
+    dtype = torch.float32 if settings.dtype == "float32" else torch.bfloat16
+    checkpoint = open_checkpoint(folder)
+    if settings.device == "cuda":
+        return DeviceModel(
+            checkpoint,
+            dtype=dtype,
+            device=torch.device("cuda"),
+            vram_bytes=settings.vram_bytes,
+            ram_bytes=settings.ram_bytes,
+            threads=max(1, DEVICE_READ_THREADS // share),
+            share=share,
+        )
     return CheckpointModel(
-        open_checkpoint(folder),
-        dtype=torch.float32 if settings.dtype == "float32" else torch.bfloat16,
+        checkpoint,
+        dtype=dtype,
         ahead_bytes=settings.ahead_bytes // share,
         threads=settings.read_threads,
     )
@@ -280,7 +306,8 @@ def _score(
         plan_passes(
             windows,
             model.config,
-            ram_bytes=settings.ram_bytes,
+            # A device's model plans its own memory and takes all tokens in one pass.
+            ram_bytes=settings.ram_bytes if settings.device == "cpu" else None,
             ahead_bytes=settings.ahead_bytes,
             walks=1 if meter is None else 2,
         )

@@ -41,6 +41,10 @@ class Model(Protocol):
         """Dtype of the activations."""
 
     @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+
+    @property
     def bytes_read(self) -> int:
         """Bytes read so far."""
 

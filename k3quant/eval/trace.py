@@ -9,6 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -94,12 +95,12 @@ class _Sink:
     def write(self, name: str, value: Tensor) -> None:
         dtype = self._dtypes.get(name)
         if dtype is not None:
-            kept = value.to(torch_dtype(dtype)).contiguous()
+            kept = value.to(torch_dtype(dtype)).contiguous().cpu()
             self._writer.write(name, kept.numpy())
 
     def write_columns(self, name: str, rows: slice, first: int, total: int, value: Tensor) -> None:
         """Write `[rows, columns]` float32 of a tensor with `total` columns."""
-        block = value.contiguous().numpy()
+        block = value.cpu().contiguous().numpy()
         for number, row in enumerate(block, start=rows.start):
             self._writer.write_at(name, (number * total + first) * row.itemsize, row)
 
@@ -110,8 +111,8 @@ def _run(model: Model, ids: Ids, sink: _Sink, progress: Progress) -> None:
     if residual.blocks:
         sink.write("block_residual", torch.stack(residual.blocks, dim=1))
     hidden = finish(model, residual, tap=sink.write)
-    targets = torch.from_numpy(ids[1:])
-    sums, chosen = LogSumExp(len(ids)), TargetLogits(torch.cat((targets, targets.new_zeros(1))))
+    targets = torch.from_numpy(np.append(ids[1:], 0)).to(hidden.device)
+    sums, chosen = LogSumExp(len(ids), hidden.device), TargetLogits(targets)
     for first, weight in model.head_blocks():
         for rows, logits in logit_blocks(hidden, weight):
             sink.write_columns("logits", rows, first, model.config.vocab_size, logits)

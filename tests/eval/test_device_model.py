@@ -18,6 +18,7 @@ from k3quant.eval import device_moe
 from k3quant.eval.checkpoint_model import CheckpointModel
 from k3quant.eval.device_model import DeviceModel
 from k3quant.eval.executor import finish, run_layers
+from k3quant.eval.perplexity import EvalSettings, evaluate
 from k3quant.formats.mx import ScaleRounding
 from k3quant.models.residual import Residual
 from k3quant.stream import budget
@@ -207,3 +208,31 @@ def test_a_shard_that_ends_too_early_stops_the_walk(
         file.truncate(shard.stat().st_size - 5000)
     with pytest.raises(IncompleteError, match="model-00005"):
         run_layers(model, inputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_evaluation_and_comparison_on_the_gpu(nano: Path, tmp_path: Path) -> None:
+    source = open_checkpoint(nano)
+    rules = recipe_for(
+        "int4", scheme="compressed-tensors", rounding=ScaleRounding.EVEN, group_size=32
+    )
+    run_convert(
+        source, tmp_path / "out", plan_export(source, rules), ConvertSettings(parameters={})
+    )
+    text = tmp_path / "text"
+    text.write_text((nano / "eval.txt").read_text()[:9000])
+    found = {
+        device: evaluate(
+            tmp_path / "out", text=text, reference=nano, settings=EvalSettings(device=device)
+        )
+        for device in ("cpu", "cuda")
+    }
+    host, there = found["cpu"], found["cuda"]
+    assert there.ppl == pytest.approx(host.ppl, rel=1e-3)
+    assert host.divergence is not None
+    assert there.divergence is not None
+    assert there.divergence.kld_mean == pytest.approx(host.divergence.kld_mean, rel=1e-2)
+    quick = evaluate(nano, text=text, settings=EvalSettings(device="cuda", dtype="bfloat16"))
+    exact = evaluate(nano, text=text, settings=EvalSettings())
+    assert quick.nll_mean == pytest.approx(exact.nll_mean, abs=0.01)
