@@ -83,6 +83,7 @@ class DeviceWalk:
             self._closed = True
             self._choice.notify_all()
         self._reader.close()
+        self._held = None
 
     def layer(self, layer: int) -> Mapping[str, Tensor]:
         """Return a layer's own weights by role; they are gone when the next layer's are asked for.

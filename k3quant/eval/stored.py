@@ -54,8 +54,7 @@ class StoredTensors:
         self._globals: dict[str, TensorSpec] = {}
         for spec in shard_tensors(config, config.num_hidden_layers + 1):
             (self._globals[spec.role],) = self._plain(spec)
-        for layer in range(config.num_hidden_layers):
-            self.layer_specs(layer)
+        self._layers = [self._specs_of(layer) for layer in range(config.num_hidden_layers)]
 
     @property
     def global_roles(self) -> tuple[str, ...]:
@@ -67,11 +66,10 @@ class StoredTensors:
         return self._globals[role].name
 
     def layer_specs(self, layer: int) -> list[TensorSpec]:
-        """Return the tensors of a layer as they are stored; `part` is then the stored suffix.
+        """Return the tensors of a layer as they are stored; `part` is then the stored suffix."""
+        return self._layers[layer]
 
-        Raises:
-            SchemaError: A tensor is missing, or stored in no known way.
-        """
+    def _specs_of(self, layer: int) -> list[TensorSpec]:
         table = layer_tensors(self.config, layer, packed=False)
         return [stored for spec in table for stored in self._stored(spec)]
 

@@ -5,6 +5,7 @@ there on a stream of its own. An arena is filled again only when the device has 
 so the number of arenas is the whole back-pressure.
 """
 
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -17,6 +18,9 @@ import torch
 from torch import Tensor
 
 from k3quant.stream.chunks import Chunk, Piece
+
+SWITCH_SECONDS = 0.0005
+"""How long a thread may compute in Python while others wait: planning must not hold up reads."""
 
 Read = Callable[[Piece, npt.NDArray[np.uint8]], None]
 
@@ -99,6 +103,8 @@ class ChunkReader:
         self._planned_all = False
         self._closing = False
         self._fault: BaseException | None = None
+        self._interval = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_SECONDS)
         self._threads = [
             threading.Thread(target=self._fill, args=(piece_bytes,), name="k3quant-read")
             for _ in range(threads)
@@ -158,6 +164,9 @@ class ChunkReader:
             thread.join()
         if self._stream is not None:
             self._stream.synchronize()
+        self._free.clear()  # and with it the arenas
+        self._ahead.clear()
+        sys.setswitchinterval(self._interval)
 
     def _plan(self) -> None:
         try:
@@ -218,8 +227,10 @@ class ChunkReader:
 
     @staticmethod
     def _copy(loaded: Loaded, piece: Piece, staged: Tensor) -> None:
-        for start, length, to in piece.parts:
-            loaded.data[to : to + length].copy_(staged[start : start + length], non_blocking=True)
+        # One call for all parts: each would take the interpreter's lock, which all threads share.
+        parts = torch.split(staged[: piece.length], [length for _, length, _ in piece.parts])
+        places = [loaded.data.narrow(0, to, length) for _, length, to in piece.parts]
+        torch._foreach_copy_(places, parts, non_blocking=True)
 
     def _fail(self, error: BaseException) -> None:
         with self._more:
