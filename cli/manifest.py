@@ -1,11 +1,12 @@
 """`k3quant manifest`: create, show and compare manifests."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from k3quant.cli.options import JobsOpt, JsonOpt, OutOpt, QuietOpt
-from k3quant.cli.output import session, table
+from k3quant.cli.output import Output, session, table
 
 app = typer.Typer(
     name="manifest", help="What a checkpoint's files must be: create, show, diff.",
@@ -70,11 +71,13 @@ def show(place: PlaceArg, json: JsonOpt = False, quiet: QuietOpt = False) -> Non
 
 @app.command()
 def diff(before: PlaceArg, after: PlaceArg, json: JsonOpt = False, quiet: QuietOpt = False) -> None:
-    """Compare two manifests; exit 1 where they differ.
+    """Compare two manifests, or two folders tensor by tensor; exit 1 where they differ.
 
     Example: k3quant manifest diff kimi-k3 ours.json
     """
     with session("manifest diff", json=json, quiet=quiet) as say:
+        if Path(before).is_dir() and Path(after).is_dir():
+            _diff_folders(say, Path(before), Path(after))
         from k3quant.manifest import diff_manifests, load_manifest
         from k3quant.report import FaultClass, Finding, Report
 
@@ -95,3 +98,36 @@ def diff(before: PlaceArg, after: PlaceArg, json: JsonOpt = False, quiet: QuietO
             command="manifest diff", findings=findings, summary={"differences": len(changes)}
         )
         say.report(report, [f"{before} and {after}: {len(changes)} differences"])
+
+
+def _diff_folders(say: Output, before: Path, after: Path) -> None:
+    """Compare every byte of two checkpoints' tensors, whatever files they lie in."""
+    from k3quant.checkpoint.reader import open_checkpoint
+    from k3quant.checkpoint.same_tensors import compare_tensors
+    from k3quant.report import FaultClass, Finding, Report
+    from k3quant.sizes import format_size
+
+    found = compare_tensors(open_checkpoint(before), open_checkpoint(after), say.progress())
+    findings = tuple(
+        Finding(
+            code="differs-tensor",
+            fault=FaultClass.COMPARISON,
+            subject=change.name,
+            message=f"{change.name}: {change.what}: expected {change.before}, got {change.after}",
+            expected=change.before,
+            got=change.after,
+        )
+        for change in found.changes
+    )
+    summary = {
+        "differences": len(findings),
+        "same_tensors": found.tensors,
+        "same_bytes": found.tensor_bytes,
+        "same_files": found.same_files,
+    }
+    files = "the same files" if found.same_files else "other files"
+    equal = f"{found.tensors:,} tensors, {format_size(found.tensor_bytes)}"
+    line = f"same tensors, same bytes, {files}: {equal}"
+    if findings:
+        line = f"{len(findings):,} tensors differ; bit for bit the same: {equal}"
+    say.report(Report(command="manifest diff", findings=findings, summary=summary), [line])
