@@ -7,7 +7,7 @@ its single step, MLA). Every share of copy is bytes read and written a second ov
 in the same run.
 
 Run: `python benchmarks/bench_kernels.py --out benchmarks/results/kernels-h200.json`. With
-`--sweep`, candidates for block sizes and forms run instead.
+`--sweep`, candidates for block sizes and forms run first, and the parts named run under what won.
 """
 
 import argparse
@@ -43,6 +43,8 @@ from k3quant.kernels.fp8_dequantize import dequantize_fp8
 from k3quant.kernels.fp8_quantize import quantize_fp8
 from k3quant.kernels.int4_dequantize import dequantize_int4
 from k3quant.kernels.int4_quantize import quantize_int4
+from k3quant.kernels.int8_dequantize import dequantize_int8
+from k3quant.kernels.int8_quantize import quantize_int8
 from k3quant.kernels.kda_decode import kda_decode
 from k3quant.kernels.mla_attention import mla_attend
 from k3quant.kernels.moe_grouped_mm import moe_grouped_mm
@@ -52,6 +54,8 @@ from k3quant.kernels.mxfp4_statistics import count_mxfp4, count_scale_needs
 from k3quant.kernels.mxfp4_to_fp8_block import cast_mxfp4_to_fp8
 from k3quant.kernels.mxfp4_to_mxfp8 import cast_mxfp4_to_mxfp8
 from k3quant.kernels.mxfp4_to_nvfp4 import rescale_mxfp4_to_nvfp4
+from k3quant.kernels.mxfp8_dequantize import dequantize_mxfp8
+from k3quant.kernels.mxfp8_quantize import quantize_mxfp8
 from k3quant.kernels.nvfp4_dequantize import dequantize_nvfp4
 from k3quant.kernels.nvfp4_quantize import quantize_nvfp4
 from k3quant.kernels.rms_norm_gated import rms_norm_gated
@@ -60,7 +64,7 @@ from k3quant.kernels.short_conv import short_conv
 from k3quant.kernels.situ_and_mul import situ_and_mul
 
 TOKENS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
-FUSED_UP_TO = 32768
+FUSED_UP_TO = 65536
 
 Case = tuple[str, Callable[[], object], int]
 
@@ -101,8 +105,12 @@ def other_formats(meter: Meter, *, small: bool) -> None:
     to_int4 = partial(quantize_int4, group_size=32, grid=Int4Range.FULL, scale_dtype=torch.bfloat16)
     four, groups, _ = quantize_nvfp4(weight, scale)
     eight, tiles, _ = quantize_fp8(weight, block_shape=tile)
+    by_row, row_scales, _ = quantize_fp8(weight, block_shape=row)
     words, steps, _ = to_int4(weight)
+    mx_codes, mx_scales, _ = quantize_mxfp8(weight, ScaleRounding.RCEIL)
+    bytes_, byte_scales, _ = quantize_int8(weight)
     halved = weight.numel() // 2 + weight.numel() // 16
+    with_scales = 3 * wide // 2 + weight.numel() // 32
     as_half = partial(dequantize_mxfp4, dtype=torch.float16)
     as_float = partial(dequantize_mxfp4, dtype=torch.float32)
     far = partial(rescale_mxfp4_to_nvfp4, exponent=-19)
@@ -123,8 +131,17 @@ def other_formats(meter: Meter, *, small: bool) -> None:
             partial(dequantize_fp8, eight, tiles, block_shape=tile),
             3 * wide // 2,
         ),
+        (
+            "dequantize_fp8_channel",
+            partial(dequantize_fp8, by_row, row_scales, block_shape=row),
+            3 * wide // 2,
+        ),
         ("quantize_int4", partial(to_int4, weight), wide + halved),
         ("dequantize_int4", partial(dequantize_int4, words, steps, group_size=32), wide + halved),
+        ("quantize_mxfp8", partial(quantize_mxfp8, weight, ScaleRounding.RCEIL), with_scales),
+        ("dequantize_mxfp8", partial(dequantize_mxfp8, mx_codes, mx_scales), with_scales),
+        ("quantize_int8_channel", partial(quantize_int8, weight), 3 * wide // 2),
+        ("dequantize_int8_channel", partial(dequantize_int8, bytes_, byte_scales), 3 * wide // 2),
     ]
     for name, work, moved in cases:
         meter.bandwidth(name, work, moved, experts=count, shape=list(shape))
@@ -220,10 +237,12 @@ def main() -> None:
     meter.copy_bandwidth()
     print(f"copy {meter.copy / 1e9:.0f} GB/s", flush=True)
     torch.manual_seed(0)
-    work = {name: SWEEPS[name] for name in options.sweep or ()}
-    work |= {name: PARTS[name] for name in options.part or (() if work else PARTS)}
-    for name, part in work.items():
-        meter.guarded(name, partial(part, meter, small=options.small))
+    for name in options.sweep or ():
+        meter.guarded(name, partial(SWEEPS[name], meter, small=options.small))
+        meter.copy_bandwidth()
+    meter.result["sweeps"], meter.result["rows"] = meter.result["rows"], []
+    for name in options.part or (() if options.sweep else PARTS):
+        meter.guarded(name, partial(PARTS[name], meter, small=options.small))
         meter.copy_bandwidth()
     meter.save()
     print(f"copy {meter.copy / 1e9:.0f} GB/s over the whole run", flush=True)

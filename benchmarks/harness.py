@@ -15,12 +15,14 @@ import torch
 from record import environment
 
 COPY_BYTES = 4 << 30
+WARM_SECONDS = 0.15
+"""Work before the first sample: after idling, a GPU runs a tenth slower for about 45 ms."""
 
 
 def gpu_environment(*packages: str) -> dict[str, Any]:
-    """Return `environment` with the GPU; without git the commit is K3QUANT_COMMIT."""
+    """Return `environment` with the GPU; K3QUANT_COMMIT names the commit of a tree without git."""
     found = environment("torch", "triton", *packages)
-    found["commit"] = found["commit"] or os.environ.get("K3QUANT_COMMIT", "")
+    found["commit"] = os.environ.get("K3QUANT_COMMIT") or found["commit"]
     properties = torch.cuda.get_device_properties(0)
     return found | {
         "gpu": properties.name,
@@ -30,9 +32,15 @@ def gpu_environment(*packages: str) -> dict[str, Any]:
     }
 
 
-def cuda_samples(work: Callable[[], object], *, runs: int, warm: int = 2) -> list[float]:
-    """Return the seconds of each run between two events on the stream."""
-    for _ in range(warm):
+def cuda_samples(work: Callable[[], object], *, runs: int) -> list[float]:
+    """Return the seconds of each run between two events on the stream, after warming up."""
+    work()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    work()
+    torch.cuda.synchronize()
+    once = time.perf_counter() - began
+    for _ in range(int(WARM_SECONDS / once)):
         work()
     edges = [torch.cuda.Event(enable_timing=True) for _ in range(runs + 1)]
     edges[0].record()
@@ -85,7 +93,7 @@ class Meter:
         self, name: str, work: Callable[[], object], operations: int, **facts: Any
     ) -> float:
         """Measure work of so many floating-point operations; return TFLOP/s."""
-        seconds = cuda_samples(work, runs=max(3, self.runs // 4), warm=1)
+        seconds = cuda_samples(work, runs=max(3, self.runs // 4))
         rate = operations / median(seconds) / 1e12
         self._add(name, seconds, facts, operations=operations, tflop_s=rate)
         return rate
@@ -118,7 +126,7 @@ class Meter:
 
 
 @contextmanager
-def constants(module: ModuleType, **values: int) -> Iterator[None]:
+def constants(module: ModuleType, **values: Any) -> Iterator[None]:
     """Set a kernel module's constants for a while: block sizes, warps, stages."""
     before = {name: getattr(module, name) for name in values}
     try:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import pairwise, product
 from types import ModuleType
+from typing import Any
 
 import torch
 from harness import Meter, constants
@@ -23,9 +24,17 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from k3quant.formats.int4 import Int4Range
 from k3quant.formats.mx import ScaleRounding
+from k3quant.formats.nvfp4 import GlobalConvention, GlobalScale
 from k3quant.kernels import (
     attn_res_mix,
+    fp8_dequantize,
+    fp8_quantize,
+    int4_dequantize,
+    int4_quantize,
+    int8_dequantize,
+    int8_quantize,
     kda_prefill,
     moe_tiles_mm,
     moe_w4a16,
@@ -34,34 +43,43 @@ from k3quant.kernels import (
     mxfp4_to_fp8_block,
     mxfp4_to_mxfp8,
     mxfp4_to_nvfp4,
+    mxfp8_dequantize,
+    mxfp8_quantize,
+    nvfp4_quantize,
+    router_topk,
     situ_and_mul,
 )
 from k3quant.kernels.expert_tiles import cut_tiles, sort_slots
 
-Candidates = Iterable[dict[str, int | None]]
+Candidates = Iterable[dict[str, Any]]
+Case = tuple[str, Callable[[], object], int]
 
 
-def grid(**choices: tuple[int | None, ...]) -> Candidates:
+def grid(**choices: tuple[int, ...]) -> Candidates:
     """Yield every combination of the choices."""
     for values in product(*choices.values()):
         yield dict(zip(choices, values, strict=True))
 
 
-def attempt(
-    measure: Callable[..., float],
-    name: str,
-    module: ModuleType,
-    candidates: Candidates,
-    work: Callable[[], object],
-    amount: int,
-) -> None:
-    """Measure one kernel under each set of constants; what does not fit the device is noted."""
+def attempt(meter: Meter, module: ModuleType, candidates: Candidates, *cases: Case) -> None:
+    """Measure a kernel under each set of constants, and leave the best in its module.
+
+    The best is the one whose slowest case is fastest; what does not fit the device is noted.
+    """
+    best, best_share = None, 0.0
     for candidate in candidates:
         with constants(module, **candidate):
             try:
-                measure(name, work, amount, **candidate)
+                shares = [meter.bandwidth(*case, tuning=str(candidate)) for case in cases]
             except Exception as error:
-                print(f"FAILED {name} {candidate}: {error!r:.200}", flush=True)
+                print(f"FAILED {cases[0][0]} {candidate}: {error!r:.200}", flush=True)
+                continue
+        if min(shares) > best_share:
+            best, best_share = candidate, min(shares)
+    for name, value in (best or {}).items():
+        setattr(module, name, value)
+    meter.result["tuned"][cases[0][0]] = str(best)
+    print(f"   best {cases[0][0]}: {best}, {best_share:.3f} of copy", flush=True)
 
 
 def formats(meter: Meter, *, small: bool) -> None:
@@ -70,55 +88,125 @@ def formats(meter: Meter, *, small: bool) -> None:
     weight, _ = mxfp4_dequantize.dequantize_mxfp4(packed, scales)
     elements, narrow = weight.numel(), packed.numel() + scales.numel()
     tiles = list(grid(_BLOCKS=(64, 128, 256), _WARPS=(2, 4, 8)))
-    work = partial(mxfp4_dequantize.dequantize_mxfp4, packed, scales, out=weight)
     moved = narrow + 2 * elements
-    attempt(meter.bandwidth, "dequantize", mxfp4_dequantize, tiles, work, moved)
+    work = partial(mxfp4_dequantize.dequantize_mxfp4, packed, scales, out=weight)
+    attempt(meter, mxfp4_dequantize, tiles, ("dequantize", work, moved))
     work = partial(mxfp4_quantize.quantize_mxfp4, weight, ScaleRounding.EVEN)
-    attempt(meter.bandwidth, "quantize", mxfp4_quantize, tiles, work, moved)
+    attempt(meter, mxfp4_quantize, tiles, ("quantize", work, moved))
     work = partial(mxfp4_to_nvfp4.rescale_mxfp4_to_nvfp4, packed, scales, exponent=-9)
     moved = narrow + packed.numel() + 2 * scales.numel()
-    attempt(meter.bandwidth, "to_nvfp4", mxfp4_to_nvfp4, tiles, work, moved)
+    attempt(meter, mxfp4_to_nvfp4, tiles, ("to_nvfp4", work, moved))
     work = partial(mxfp4_to_mxfp8.cast_mxfp4_to_mxfp8, packed, scales)
-    moved = narrow + elements
-    attempt(meter.bandwidth, "to_mxfp8", mxfp4_to_mxfp8, tiles, work, moved)
+    attempt(meter, mxfp4_to_mxfp8, tiles, ("to_mxfp8", work, narrow + elements))
 
 
 def fp8_block(meter: Meter, *, small: bool) -> None:
-    """Try registers of the cast to FP8 tiles, and leave the best in the kernel."""
-    packed, scales = random_mxfp4(2 if small else 64, *SHAPES[0])
-    moved = 3 * packed.numel() + scales.numel()
-    cast = mxfp4_to_fp8_block.cast_mxfp4_to_fp8
-    work = partial(cast, packed, scales, block_shape=(128, 128))
-    shares = {}
-    for registers in (None, 56, 48, 40):
-        mxfp4_to_fp8_block._REGISTERS = registers
-        shares[registers] = meter.bandwidth("to_fp8_block", work, moved, registers=registers)
-    best = max(shares, key=lambda registers: shares[registers])
-    mxfp4_to_fp8_block._REGISTERS = best
-    meter.result["tuned"]["to_fp8_block registers"] = best
+    """Try warps and registers of the cast to FP8 tiles, both shapes."""
+    choices = ((8, None), (8, 56), (8, 48), (8, 40), (4, None), (4, 80), (16, 32))
+    cases: list[Case] = []
+    for shape in SHAPES:
+        packed, scales = random_mxfp4(2 if small else 64, *shape)
+        cast = mxfp4_to_fp8_block.cast_mxfp4_to_fp8
+        work = partial(cast, packed, scales, block_shape=(128, 128))
+        cases.append(("to_fp8_block", work, 3 * packed.numel() + scales.numel()))
+    tiles = [{"_WARPS": warps, "_REGISTERS": registers} for warps, registers in choices]
+    attempt(meter, mxfp4_to_fp8_block, tiles, *cases)
 
 
-def blocks(meter: Meter, *, small: bool) -> None:
-    """Try tile sizes of SiTU and the attention residual."""
+def dense_quantize(meter: Meter, *, small: bool) -> None:
+    """Try tile sizes of what quantizes dense weights."""
+    weight = random_bf16(2 if small else 64, *SHAPES[0]) / 40
+    n, shape = weight.numel(), SHAPES[0]
+    scale = GlobalScale(value=2.0**-12, convention=GlobalConvention.MULTIPLIER)
+    work = partial(nvfp4_quantize.quantize_nvfp4, weight, scale)
+    tiles = [{"_GROUPS": g, "_WARPS": w} for g, w in ((128, 4), (256, 4), (512, 4), (256, 8))]
+    attempt(meter, nvfp4_quantize, tiles, ("quantize_nvfp4", work, 41 * n // 16))
+    settings = {"group_size": 32, "grid": Int4Range.FULL, "scale_dtype": torch.bfloat16}
+    work = partial(int4_quantize.quantize_int4, weight, **settings)
+    tiles = grid(_ELEMENTS=(2048, 4096, 8192), _WARPS=(4, 8))
+    attempt(meter, int4_quantize, tiles, ("quantize_int4", work, 41 * n // 16))
+    threads = [{"_PAIRS_A_THREAD": pairs} for pairs in (8, 16, 32)]
+    by_tile = partial(fp8_quantize.quantize_fp8, weight, block_shape=(128, 128))
+    by_row = partial(fp8_quantize.quantize_fp8, weight, block_shape=(1, shape[1]))
+    cases: list[Case] = [
+        ("quantize_fp8 tiles", by_tile, 3 * n),
+        ("quantize_fp8 rows", by_row, 3 * n),
+    ]
+    attempt(meter, fp8_quantize, threads, *cases)
+    work = partial(int8_quantize.quantize_int8, weight)
+    attempt(meter, int8_quantize, threads, ("quantize_int8", work, 3 * n))
+    work = partial(mxfp8_quantize.quantize_mxfp8, weight, ScaleRounding.RCEIL)
+    tiles = grid(_BLOCKS=(64, 128, 256), _WARPS=(4, 8))
+    attempt(meter, mxfp8_quantize, tiles, ("quantize_mxfp8", work, 97 * n // 32))
+
+
+def dense_dequantize(meter: Meter, *, small: bool) -> None:
+    """Try tile sizes of what dequantizes dense weights, and warps of the router."""
+    weight = random_bf16(2 if small else 64, *SHAPES[0]) / 40
+    n, shape = weight.numel(), SHAPES[0]
+    codes, scales, _ = mxfp8_quantize.quantize_mxfp8(weight, ScaleRounding.RCEIL)
+    work = partial(mxfp8_dequantize.dequantize_mxfp8, codes, scales)
+    tiles = grid(_BLOCKS=(64, 128, 256))
+    attempt(meter, mxfp8_dequantize, tiles, ("dequantize_mxfp8", work, 97 * n // 32))
+    codes, scales, _ = int8_quantize.quantize_int8(weight)
+    work = partial(int8_dequantize.dequantize_int8, codes, scales)
+    tiles = grid(_COLS=(1024, 2048, 4096))
+    attempt(meter, int8_dequantize, tiles, ("dequantize_int8", work, 3 * n))
+    settings = {"group_size": 32, "grid": Int4Range.FULL, "scale_dtype": torch.bfloat16}
+    codes, scales, _ = int4_quantize.quantize_int4(weight, **settings)
+    work = partial(int4_dequantize.dequantize_int4, codes, scales, group_size=32)
+    tiles = grid(_BYTES=(1024, 2048, 4096))
+    attempt(meter, int4_dequantize, tiles, ("dequantize_int4", work, 41 * n // 16))
+    cases: list[Case] = []
+    for name, block in (("tiles", (128, 128)), ("rows", (1, shape[1]))):
+        codes, scales, _ = fp8_quantize.quantize_fp8(weight, block_shape=block)
+        work = partial(fp8_dequantize.dequantize_fp8, codes, scales, block_shape=block)
+        cases.append((f"dequantize_fp8 {name}", work, 3 * n))
+    attempt(meter, fp8_dequantize, grid(_COLS=(2048, 4096), _WARPS=(4, 8, 16)), *cases)
+    tokens = 512 if small else 65536
+    logits, bias = torch.randn((tokens, 896), device="cuda"), torch.randn(896, device="cuda") / 10
+    chosen = {"k": 16, "sigmoid": True, "renormalize": True, "scaling": 2.5, "sum_eps": 1e-20}
+    work = partial(router_topk.router_topk, logits, bias, **chosen)
+    attempt(meter, router_topk, grid(_WARPS=(1, 2, 4)), ("router_topk", work, 4 * logits.numel()))
+
+
+def situ(meter: Meter, *, small: bool) -> None:
+    """Try tile sizes of SiTU."""
     tokens = 512 if small else 65536
     gate, up = random_bf16(2 * tokens, INNER), random_bf16(2 * tokens, INNER)
     tiles = grid(_ROWS=(2, 4, 8), _COLS=(256, 512, 1024), _WARPS=(4, 8))
     work = partial(situ_and_mul.situ_and_mul, gate, up, **BOUNDS)
-    attempt(meter.bandwidth, "situ_and_mul", situ_and_mul, tiles, work, 6 * gate.numel())
-    sources = [random_bf16(tokens // 2, 7168) for _ in range(9)]
+    attempt(meter, situ_and_mul, tiles, ("situ_and_mul", work, 6 * gate.numel()))
+
+
+def residual(meter: Meter, *, small: bool) -> None:
+    """Try tokens and warps a program and sources in flight of the attention residual."""
+    tokens = 512 if small else 65536
+    sources = [random_bf16(tokens, 7168) for _ in range(9)]
     norm, proj = torch.rand(7168, device="cuda"), torch.randn((1, 7168), device="cuda")
-    work = partial(attn_res_mix.attn_res_mix, sources, norm, proj, eps=1e-5)
-    tiles = grid(_WARPS=(4, 8, 16), _STAGES=(1, 2, 3, 4, 5))
-    moved = 20 * sources[0].numel()
-    attempt(meter.bandwidth, "attn_res_mix", attn_res_mix, tiles, work, moved)
+
+    def case(count: int) -> Case:
+        work = partial(attn_res_mix.attn_res_mix, sources[:count], norm, proj, eps=1e-5)
+        return f"attn_res_mix of {count}", work, 2 * (count + 1) * sources[0].numel()
+
+    many = [(1, 4, 4), (1, 8, 3), (1, 8, 4), (2, 8, 3)]
+    few = [(1, 4, 4), (1, 4, 2), (2, 8, 2), (2, 16, 1), (2, 16, 2), *product((1,), (8, 16), (1, 2))]
+    attempt(meter, attn_res_mix, [{"_MANY": shape} for shape in many], case(5), case(9))
+    attempt(meter, attn_res_mix, [{"_FEW": shape} for shape in few], case(2))
 
 
 TILES = {
     32: [
         moe_w4a16.Tile(registers=96),
         moe_w4a16.Tile(depth=256, warps=8, registers=128),
-        moe_w4a16.Tile(warps=8, registers=80),
         moe_w4a16.Tile(),
+        moe_w4a16.Tile(stages=4),
+        moe_w4a16.Tile(rows=256, warps=8),
+        moe_w4a16.Tile(rows=256, warps=8, registers=128),
+        moe_w4a16.Tile(rows=256),
+        moe_w4a16.Tile(rows=256, warps=8, stages=4, registers=128),
+        moe_w4a16.Tile(rows=256, depth=256, warps=8),
+        moe_w4a16.Tile(rows=256, depth=256, warps=8, stages=2),
     ],
     64: [
         moe_w4a16.Tile(),
@@ -134,21 +222,24 @@ def fused(meter: Meter, *, small: bool, rows: int, name: str) -> None:
     experts = random_experts(16 if small else 896)
     idx, _ = random_routing(64 if small else 32 * rows, experts.count)
     order = sort_slots(idx, experts.count)
-    cut = cut_tiles(order.offsets, rows)
+    cut = cut_tiles(order.offsets, idx.numel(), rows)
     if name == "gate_up":
         x, weight = random_bf16(len(idx), LATENT), experts.w13
-        table, settings, product = moe_w4a16.GATE_UP_TILES, BOUNDS, moe_w4a16.gate_up
+        table, settings, multiply = moe_w4a16.GATE_UP_TILES, BOUNDS, moe_w4a16.gate_up
     else:
         x, weight = random_bf16(idx.numel(), INNER), experts.w2
-        table, settings, product = moe_w4a16.DOWN_TILES, {}, moe_w4a16.down
+        table, settings, multiply = moe_w4a16.DOWN_TILES, {}, moe_w4a16.down
     pair = (weight.packed, weight.scale_e8m0)
     read = sum(part.numel() for part in pair)
-    work = partial(product, x, pair, order, cut, rows=rows, **settings)
-    shares = {}
+    work = partial(multiply, x, pair, order, cut, rows=rows, **settings)
+    shares, before = {}, table[rows]
     for tile in TILES[rows]:
         table[rows] = tile
-        shares[tile] = meter.bandwidth(name, work, read, slots=rows, tile=str(tile))
-    table[rows] = max(shares, key=lambda tile: shares[tile])
+        try:
+            shares[tile] = meter.bandwidth(name, work, read, slots=rows, tile=str(tile))
+        except Exception as error:
+            print(f"FAILED {name} {tile}: {error!r:.200}", flush=True)
+    table[rows] = max(shares, key=lambda tile: shares[tile], default=before)
     meter.result["tuned"][f"{name} of {rows} slots"] = str(table[rows])
     print(f"   best {name} of {rows} slots: {table[rows]}", flush=True)
 
@@ -159,7 +250,7 @@ def decoded(meter: Meter, *, small: bool) -> None:
     for rows in (32,) if small else (73, 146, 290, 585, 1170, 2340):
         idx, _ = random_routing(count * rows // 16, count)
         order = sort_slots(idx, count)
-        cut = cut_tiles(order.offsets, moe_tiles_mm.TILE_ROWS)
+        cut = cut_tiles(order.offsets, idx.numel(), moe_tiles_mm.TILE_ROWS)
         edges, flops = order.offsets.tolist(), moe_flops(idx)
         for name, width, depth in (("up", 2 * INNER, LATENT), ("down", LATENT, INNER)):
             x, weight = random_bf16(idx.numel(), depth), random_bf16(count, width, depth)
@@ -169,7 +260,9 @@ def decoded(meter: Meter, *, small: bool) -> None:
                 {"_COLS": 128, "_DEPTH": 64, "_WARPS": 4, "_STAGES": 3},
             ]
             work = partial(moe_tiles_mm.moe_tiles_mm, x, weight, cut, order.offsets)
-            attempt(meter.compute, f"own {name} {rows}", moe_tiles_mm, tiles, work, part)
+            for tile in tiles:
+                with constants(moe_tiles_mm, **tile):
+                    meter.compute(f"own {name} {rows}", work, part, tile=str(tile))
             out = x.new_empty((len(x), width))
             meter.compute(f"mm {name} {rows}", partial(_one_by_one, x, weight, out, edges), part)
             work = partial(torch._grouped_mm, x, weight.mT, order.offsets[1:])
@@ -210,7 +303,10 @@ def attention(meter: Meter, *, small: bool) -> None:
 SWEEPS: dict[str, Callable[..., None]] = {
     "formats": formats,
     "fp8_block": fp8_block,
-    "blocks": blocks,
+    "dense_quantize": dense_quantize,
+    "dense_dequantize": dense_dequantize,
+    "situ": situ,
+    "residual": residual,
     **{
         f"{name}{rows}": partial(fused, name=name, rows=rows)
         for name in ("gate_up", "down")

@@ -1,7 +1,8 @@
 """The one place that chooses between a kernel and its reference: tensors on a GPU take the kernel.
 
 Every function takes and returns what the reference of the same name does and raises the same
-errors; on the processor it is the reference, and triton is never imported.
+errors; on the processor it is the reference, and triton is never imported. The other formats'
+conversions are in `dense_ops`.
 """
 
 from collections.abc import Sequence
@@ -17,10 +18,7 @@ from k3quant.formats import (
     casts,
     fast_stats,
     faults,
-    fp8_block,
-    int4,
     mxfp4,
-    nvfp4,
 )
 from k3quant.formats.blocks import first_place, split_runs
 from k3quant.formats.cast_counts import CastCounts
@@ -165,96 +163,6 @@ def count_mxfp4(packed: Tensor, scale_e8m0: Tensor) -> fast_stats.Mxfp4Stats:
         bytes=counts.bytes.cpu().numpy(),
         zero_blocks=int(counts.zero_blocks),
     )
-
-
-def quantize_nvfp4(weight: Tensor, global_scale: nvfp4.GlobalScale) -> tuple[Tensor, Tensor]:
-    """Round values to NVFP4, as `nvfp4.quantize_nvfp4`."""
-    if weight.is_cuda:
-        from k3quant.kernels.nvfp4_quantize import quantize_nvfp4 as kernel
-
-        packed, scale_e4m3, fault = kernel(weight, global_scale)
-        if not fault:
-            return packed, scale_e4m3
-    return nvfp4.quantize_nvfp4(weight, global_scale)
-
-
-def dequantize_nvfp4(
-    packed: Tensor,
-    scale_e4m3: Tensor,
-    global_scale: nvfp4.GlobalScale,
-    *,
-    dtype: torch.dtype = BF16,
-) -> Tensor:
-    """Compute code * group scale * tensor scale, as `nvfp4.dequantize_nvfp4`."""
-    if packed.is_cuda:
-        from k3quant.kernels.nvfp4_dequantize import dequantize_nvfp4 as kernel
-
-        out, fault = kernel(packed, scale_e4m3, global_scale, dtype=dtype)
-        if not fault:
-            return out
-    return nvfp4.dequantize_nvfp4(packed, scale_e4m3, global_scale, dtype=dtype)
-
-
-def quantize_fp8_block(
-    weight: Tensor, *, block_shape: BlockShape = FP8_BLOCK_SHAPE
-) -> tuple[Tensor, Tensor]:
-    """Round to E4M3 under a scale a tile, a row for tiles `(1, cols)`, as `fp8_block`."""
-    if weight.is_cuda:
-        from k3quant.kernels.fp8_quantize import quantize_fp8 as kernel
-
-        codes, scale, fault = kernel(weight, block_shape=block_shape)
-        if not fault:
-            return codes, scale
-    return fp8_block.quantize_fp8_block(weight, block_shape=block_shape)
-
-
-def dequantize_fp8_block(
-    codes: Tensor,
-    scale: Tensor,
-    *,
-    block_shape: BlockShape = FP8_BLOCK_SHAPE,
-    dtype: torch.dtype = BF16,
-) -> Tensor:
-    """Compute E4M3 * scale, as `fp8_block.dequantize_fp8_block`."""
-    if codes.is_cuda:
-        from k3quant.kernels.fp8_dequantize import dequantize_fp8 as kernel
-
-        out, fault = kernel(codes, scale, block_shape=block_shape, dtype=dtype)
-        if not fault:
-            return out
-    return fp8_block.dequantize_fp8_block(codes, scale, block_shape=block_shape, dtype=dtype)
-
-
-def quantize_int4(
-    weight: Tensor,
-    *,
-    group_size: int,
-    grid: int4.Int4Range = int4.Int4Range.FULL,
-    scale_dtype: torch.dtype = torch.float32,
-) -> tuple[Tensor, Tensor]:
-    """Round values to INT4, as `int4.quantize_int4`; on a GPU in groups of 8, 16, ... or 1024."""
-    if weight.is_cuda:
-        from k3quant.kernels.int4_quantize import quantize_int4 as kernel
-
-        packed, scale, fault = kernel(
-            weight, group_size=group_size, grid=grid, scale_dtype=scale_dtype
-        )
-        if not fault:
-            return packed, scale
-    return int4.quantize_int4(weight, group_size=group_size, grid=grid, scale_dtype=scale_dtype)
-
-
-def dequantize_int4(
-    packed: Tensor, scale: Tensor, *, cols: int, group_size: int, dtype: torch.dtype = BF16
-) -> Tensor:
-    """Compute integer * scale, as `int4.dequantize_int4`; group sizes as `quantize_int4`."""
-    if packed.is_cuda and packed.shape[-1] * 8 == cols:
-        from k3quant.kernels.int4_dequantize import dequantize_int4 as kernel
-
-        out, fault = kernel(packed, scale, group_size=group_size, dtype=dtype)
-        if not fault:
-            return out
-    return int4.dequantize_int4(packed, scale, cols=cols, group_size=group_size, dtype=dtype)
 
 
 def situ(gate: Tensor, up: Tensor, *, beta: float, linear_beta: float) -> Tensor:

@@ -71,6 +71,23 @@ def smaller(a, b):
 
 
 @triton.jit
+def pack(first, second):
+    """Round two float32 to a word."""
+    if INTERPRETED:
+        result = _word(first, second)
+    else:
+        result = tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;",
+            "=r,f,f",
+            [first, second],
+            dtype=tl.uint32,
+            is_pure=True,
+            pack=1,
+        )
+    return result
+
+
+@triton.jit
 def _first(word):
     return (word << 16).to(tl.float32, bitcast=True)
 

@@ -52,16 +52,19 @@ def sort_slots(topk_idx: Tensor, experts: int) -> SortedSlots:
     return SortedSlots(slot, place.view(topk_idx.shape), offsets)
 
 
-def cut_tiles(offsets: Tensor, rows: int) -> ExpertTiles:
+def cut_tiles(offsets: Tensor, slots: int, rows: int) -> ExpertTiles:
     """Cut each expert's slots into tiles; waits for their number.
 
     Args:
         offsets: `[E + 1]` int32, first slot of each expert, and the end.
+        slots: That end.
         rows: Slots of a full tile.
     """
     first = torch.zeros_like(offsets)
     tiles = (offsets.diff() + rows - 1) // rows
     torch.cumsum(tiles, 0, dtype=torch.int32, out=first[1:])
-    tile = torch.arange(int(first[-1]), dtype=torch.int32, device=offsets.device)
+    # All is under way before the wait: each expert adds at most one tile that is not full.
+    most = slots // rows + min(slots, len(offsets) - 1)
+    tile = torch.arange(most, dtype=torch.int32, device=offsets.device)
     expert = torch.searchsorted(first[1:].contiguous(), tile, right=True, out_int32=True)
-    return ExpertTiles(expert, first)
+    return ExpertTiles(expert[: int(first[-1])], first)

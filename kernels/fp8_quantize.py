@@ -8,10 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 from k3quant.formats.tiles import BlockShape, grid_shape
-from k3quant.kernels.rounding import encode_e4m3_byte, to_float32
+from k3quant.kernels.float_pairs import are_words, larger, largest_of_rows, load_pairs
+from k3quant.kernels.rounding import divide, encode_e4m3_pair, split_divisor
 
-_COLS_AT_ONCE = 1024
-_WARPS = 8
+_PAIRS_AT_ONCE = 8192
+_PAIRS_A_THREAD = 32
 
 
 def quantize_fp8(weight: Tensor, *, block_shape: BlockShape) -> tuple[Tensor, Tensor, Tensor]:
@@ -33,22 +34,68 @@ def quantize_fp8(weight: Tensor, *, block_shape: BlockShape) -> tuple[Tensor, Te
     fault = torch.zeros((), dtype=torch.int32, device=weight.device)
     if weight.numel():
         rows, cols = weight.shape[-2:]
+        tile_cols = min(block_shape[1], cols)
+        words = are_words(weight) and tile_cols % 2 == 0
+        tile_rows = triton.next_power_of_2(block_shape[0])
+        pairs = triton.next_power_of_2(triton.cdiv(tile_cols, 2))
+        pairs = min(pairs, max(1, _PAIRS_AT_ONCE // tile_rows))
         _quantize_fp8_kernel[(scale.numel(),)](
-            weight,
-            codes,
+            weight.view(torch.int32) if words else weight,
+            codes.view(torch.int16) if words else codes,
             scale,
             fault,
             rows,
-            cols,
+            cols // 2 if words else cols,
             grid[-2],
             grid[-1],
             TILE_ROWS=block_shape[0],
-            TILE_COLS=block_shape[1],
-            ROWS=triton.next_power_of_2(block_shape[0]),
-            COLS=min(_COLS_AT_ONCE, triton.next_power_of_2(block_shape[1])),
-            num_warps=_WARPS,
+            TILE_COLS=tile_cols,
+            WORDS=words,
+            SHORT=weight.dtype != torch.float32,
+            ROWS=tile_rows,
+            PAIRS=pairs,
+            num_warps=max(4, min(16, tile_rows * pairs // (32 * _PAIRS_A_THREAD))),
         )
     return codes, scale, fault
+
+
+@triton.jit
+def _load_part(
+    weight_ptr,
+    part,
+    cols,
+    live_row,
+    left,
+    TILE_COLS: tl.constexpr,
+    WORDS: tl.constexpr,
+    ROWS,
+    PAIRS,
+):
+    """Load some columns of a tile; return also where they are and which are live."""
+    row, pair = tl.arange(0, ROWS)[:, None], part + tl.arange(0, PAIRS)[None, :]
+    if WORDS:
+        place = row * cols + pair
+        live = live_row[:, None] & (pair < TILE_COLS // 2) & (pair < left)
+        second_live = live
+    else:
+        place = row * cols + 2 * pair
+        live = live_row[:, None] & (2 * pair < TILE_COLS) & (2 * pair < left)
+        second_live = live_row[:, None] & (2 * pair + 1 < TILE_COLS) & (2 * pair + 1 < left)
+    loaded = load_pairs(weight_ptr, place, live, second_live, WORDS)
+    return loaded[0], loaded[1], loaded[3], place, live, second_live
+
+
+@triton.jit
+def _store_part(codes_ptr, first, second, divisor, place, live, second_live, WORDS, SHORT):
+    mantissa, lift, inverse = divisor
+    first = divide(first, mantissa, lift, inverse, SHORT)
+    second = divide(second, mantissa, lift, inverse, SHORT)
+    codes = encode_e4m3_pair(first, second)
+    if WORDS:
+        tl.store(codes_ptr + place, codes.to(tl.int16, bitcast=True), mask=live)
+    else:
+        tl.store(codes_ptr + place, (codes & 0xFF).to(tl.uint8), mask=live)
+        tl.store(codes_ptr + place + 1, (codes >> 8).to(tl.uint8), mask=second_live)
 
 
 @triton.jit
@@ -63,31 +110,46 @@ def _quantize_fp8_kernel(
     grid_cols,
     TILE_ROWS: tl.constexpr,
     TILE_COLS: tl.constexpr,
+    WORDS: tl.constexpr,
+    SHORT: tl.constexpr,
     ROWS: tl.constexpr,
-    COLS: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):
-    r = tl.arange(0, ROWS)
+    # Columns are counted in words where there are words.
+    WIDTH: tl.constexpr = TILE_COLS // 2 if WORDS else TILE_COLS
+    FITS: tl.constexpr = 2 * PAIRS >= TILE_COLS
     tile_row, tile_col = tl.program_id(0) // grid_cols, tl.program_id(0) % grid_cols
-    matrix = (tile_row // grid_rows).to(tl.int64)
-    row = tile_row % grid_rows * TILE_ROWS + r
-    live_row = (r < TILE_ROWS) & (row < rows)
-    first = tile_col * TILE_COLS
-    last = tl.minimum(first + TILE_COLS, cols)
-    place = (matrix * rows + row)[:, None] * cols
-    largest = tl.zeros((ROWS, COLS), tl.int32)
-    for start in range(first, last, COLS):
-        col = start + tl.arange(0, COLS)
-        live = live_row[:, None] & (col < last)[None, :]
-        weight = to_float32(tl.load(weight_ptr + place + col[None, :], mask=live, other=0))
-        largest = tl.maximum(largest, weight.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-    bits = tl.max(tl.max(largest, axis=1), axis=0)
+    matrix, first_row = (tile_row // grid_rows).to(tl.int64), tile_row % grid_rows * TILE_ROWS
+    start = (matrix * rows + first_row) * cols + tile_col * WIDTH
+    weight_ptr += start
+    codes_ptr += start
+    left = cols - tile_col * WIDTH
+    r = tl.arange(0, ROWS)
+    live_row = (r < TILE_ROWS) & (r < rows - first_row)
+    if FITS:
+        # The tile stays in registers between the choice of its scale and the division.
+        first, second, magnitude, place, live, second_live = _load_part(
+            weight_ptr, 0, cols, live_row, left, TILE_COLS, WORDS, ROWS, PAIRS
+        )
+        bits = tl.max(largest_of_rows(magnitude, WORDS), axis=0)
+    else:
+        largest = tl.zeros((ROWS, PAIRS), tl.uint32)
+        for part in range(0, (TILE_COLS + 1) // 2, PAIRS):
+            loaded = _load_part(
+                weight_ptr, part, cols, live_row, left, TILE_COLS, WORDS, ROWS, PAIRS
+            )
+            largest = larger(largest, loaded[2], WORDS)
+        bits = tl.max(largest_of_rows(largest, WORDS), axis=0)
     amax = bits.to(tl.float32, bitcast=True)
     scale = tl.where(bits == 0, 1.0, tl.maximum(tl.div_rn(amax, 448.0), 2.0**-126))
-    for start in range(first, last, COLS):
-        col = start + tl.arange(0, COLS)
-        live = live_row[:, None] & (col < last)[None, :]
-        weight = to_float32(tl.load(weight_ptr + place + col[None, :], mask=live, other=0))
-        codes = encode_e4m3_byte(tl.div_rn(weight, scale + tl.zeros((ROWS, COLS), tl.float32)))
-        tl.store(codes_ptr + place + col[None, :], codes.to(tl.uint8), mask=live)
+    divisor = split_divisor(scale)
+    if FITS:
+        _store_part(codes_ptr, first, second, divisor, place, live, second_live, WORDS, SHORT)
+    else:
+        for part in range(0, (TILE_COLS + 1) // 2, PAIRS):
+            first, second, _, place, live, second_live = _load_part(
+                weight_ptr, part, cols, live_row, left, TILE_COLS, WORDS, ROWS, PAIRS
+            )
+            _store_part(codes_ptr, first, second, divisor, place, live, second_live, WORDS, SHORT)
     tl.store(scale_ptr + tl.program_id(0), scale)
     tl.store(fault_ptr, 1, mask=bits >= 0x7F800000)

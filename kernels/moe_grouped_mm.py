@@ -24,7 +24,7 @@ from k3quant.kernels.moe_w4a16 import (
 from k3quant.kernels.mxfp4_dequantize import dequantize_mxfp4
 from k3quant.kernels.situ_and_mul import situ_and_mul
 
-FUSED_TOKENS = 768
+FUSED_TOKENS = 896
 """Tokens an expert up to which the fused form is faster, measured on one H200."""
 
 CHUNK_BYTES = 4 << 30
@@ -154,10 +154,11 @@ def expert_outputs(
 def _fused(
     z: Tensor, order: SortedSlots, experts: PackedExperts, *, beta: float, linear_beta: float
 ) -> Tensor:
-    rows = slots_of_tile(len(order.slot) / experts.count)
-    tiles = cut_tiles(order.offsets, rows)
-    w13, w2 = ((w.packed, w.scale_e8m0) for w in (experts.w13, experts.w2))
+    slots = len(order.slot)
+    rows = slots_of_tile(slots / experts.count)
     x = interleave_columns(z)
+    tiles = cut_tiles(order.offsets, slots, rows)
+    w13, w2 = ((w.packed, w.scale_e8m0) for w in (experts.w13, experts.w2))
     hidden = gate_up(x, w13, order, tiles, rows=rows, beta=beta, linear_beta=linear_beta)
     return down(hidden, w2, order, tiles, rows=rows)
 
@@ -205,4 +206,4 @@ def _products(x: Tensor, weight: Tensor, starts: list[int]) -> Tensor:
             torch.mm(x[first:last], weight[expert].T, out=out[first:last])
         return out
     offsets = torch.tensor(starts, dtype=torch.int32, device=x.device)
-    return moe_tiles_mm(x, weight, cut_tiles(offsets, TILE_ROWS), offsets)
+    return moe_tiles_mm(x, weight, cut_tiles(offsets, len(x), TILE_ROWS), offsets)

@@ -20,6 +20,7 @@ from k3quant.formats.e4m3 import encode_e4m3
 from k3quant.formats.e8m0 import two_to
 from k3quant.formats.mx import E2M1_VALUES, MX_BLOCK_SIZE
 from k3quant.formats.tiles import BlockShape, grid_shape
+from k3quant.kernels import bf16_pairs
 from k3quant.kernels.nibble_table import look_up
 
 _WARPS = 8
@@ -102,11 +103,6 @@ def _octave_table(device: torch.device) -> Tensor:
 
 
 @triton.jit
-def _largest_of_three(a, b, c, d, e, f):
-    return tl.maximum(a, d), tl.maximum(b, e), tl.maximum(c, f)
-
-
-@triton.jit
 def _cast_mxfp4_to_fp8_kernel(
     words_ptr,
     scale_ptr,
@@ -123,7 +119,6 @@ def _cast_mxfp4_to_fp8_kernel(
     ROWS: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    NO_BOUND: tl.constexpr = 1 << 16
     ALL_ROWS: tl.constexpr = TILES * ROWS
     matrix = tl.program_id(2).to(tl.int64)
     r = tl.arange(0, ALL_ROWS)
@@ -148,26 +143,22 @@ def _cast_mxfp4_to_fp8_kernel(
     p = tl.arange(0, PAIRS)
     live = (p // 2 < last_block)[:, None] & live_row[None, :]
     place = (row * row_blocks)[None, :] + (p // 2)[:, None]
-    scale = tl.trans(tl.load(scale_ptr + place, mask=live, other=0)).to(tl.int32)
+    scale = tl.load(scale_ptr + place, mask=live, other=0)
+    tl.store(counts_ptr + 2 + tl.zeros((PAIRS, ALL_ROWS), tl.int32), 1, mask=scale == 255)
+    scale = tl.trans(scale).to(tl.int32)
 
     # What bounds a block bounds one of its pairs, so pairs stand for blocks here.
     even, odd = tl.split(words)
     level = _level(even, odd)
-    wanted = tl.where(level < 0, -NO_BOUND, scale + level)
-    depth = tl.where(level < 0, -NO_BOUND, 127 - scale)
-    wanted, deepest, largest = tl.reduce(
-        (
-            tl.reshape(wanted, (TILES, ROWS * PAIRS)),
-            tl.reshape(depth, (TILES, ROWS * PAIRS)),
-            tl.reshape(scale, (TILES, ROWS * PAIRS)),
-        ),
-        1,
-        _largest_of_three,
-    )
+    # Both bounds travel as the halves of a word, 0 for zeros, which bound nothing.
+    bounds = ((scale + level + 1) << 16) | (256 - scale)
+    bounds = tl.where(level < 0, 0, bounds).to(tl.uint32, bitcast=True)
+    bounds = tl.reduce(tl.reshape(bounds, (TILES, ROWS * PAIRS)), 1, bf16_pairs.larger)
+    wanted, deepest = (bounds >> 16).to(tl.int32), (bounds & 0xFFFF).to(tl.int32) - (256 - 127)
     # Level 3 is exact in E4M3 under at most 6 octaves, each level below under one more.
-    tile = tl.where(wanted < 0, 0, tl.maximum(wanted - (127 + 9), -126))
+    tile = tl.where(wanted == 0, 0, tl.maximum(wanted - (127 + 10), -126))
     spread = tl.reshape(tl.broadcast_to(tile[:, None], (TILES, ROWS)), (ALL_ROWS,))
-    octaves = -depth - spread[:, None]  # beyond all bounds for zeros, whose bytes stay zero
+    octaves = scale - (127 + spread)[:, None]  # of no meaning for zeros, whose bytes stay zero
     is_deep = tl.max(deepest + tile, axis=0) > 5
     if is_deep:
         # One dimension, so that the layout of these loads stays in this branch.
@@ -191,7 +182,6 @@ def _cast_mxfp4_to_fp8_kernel(
     place = (matrix * tile_grid_rows + t) * tl.num_programs(0) + tl.program_id(0)
     power = ((tile + 127) << 23).to(tl.float32, bitcast=True)
     tl.store(tile_scale_ptr + place, power, mask=t < tile_grid_rows)
-    tl.store(counts_ptr + 2 + tl.zeros((TILES,), tl.int32), 1, mask=largest == 255)
 
     if is_deep:
         lost = (octaves < _fewest_octaves(even, odd)) & (level >= 0)

@@ -10,25 +10,22 @@ import triton.language as tl
 
 from k3quant.kernels.rounding import INTERPRETED
 
+# A nibble's sign is the highest bit of its byte, or of the word four bits up; the exchange of
+# bytes brings the two words together.
 _LOOK_UP = tl.constexpr("""
 {
-.reg .b32 index, sign, odd;
+.reg .b32 index, up, sign, code;
 and.b32  index, $2, 0x77777777;
-prmt.b32 sign, $2, 0, 0x1100;
-shl.b32  odd, sign, 4;
-and.b32  odd, odd, 0x00800080;
-and.b32  sign, sign, 0x80008000;
-or.b32   sign, sign, odd;
-prmt.b32 odd, $3, $4, index;
-or.b32   $0, odd, sign;
+shl.b32  up, $2, 4;
+prmt.b32 sign, up, $2, 0x5140;
+and.b32  sign, sign, 0x80808080;
+prmt.b32 code, $3, $4, index;
+or.b32   $0, code, sign;
 shr.b32  index, index, 16;
-prmt.b32 sign, $2, 0, 0x3322;
-shl.b32  odd, sign, 4;
-and.b32  odd, odd, 0x00800080;
-and.b32  sign, sign, 0x80008000;
-or.b32   sign, sign, odd;
-prmt.b32 odd, $3, $4, index;
-or.b32   $1, odd, sign;
+prmt.b32 sign, up, $2, 0x7362;
+and.b32  sign, sign, 0x80808080;
+prmt.b32 code, $3, $4, index;
+or.b32   $1, code, sign;
 }
 """)
 

@@ -105,3 +105,121 @@ def encode_e4m3_byte(x):
 def dot_bf16(a, b, total):
     """Add the product of two bfloat16 matrices to a float32 one."""
     return tl.dot(to_float32(a), to_float32(b), total) if INTERPRETED else tl.dot(a, b, total)
+
+
+@triton.jit
+def split_divisor(divisor):
+    """Prepare divisions by the same positive numbers; zero quotients for infinity.
+
+    Args:
+        divisor: float32, normal and below 2^127, or infinite.
+
+    Returns:
+        Its mantissa in 1..2, the power of two that turns it into that, and the mantissa's
+        reciprocal, rounded to nearest.
+    """
+    bits = divisor.to(tl.int32, bitcast=True)
+    mantissa = ((bits & 0x007FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
+    lift = tl.maximum(0x7F000000 - (bits & 0x7F800000), 0).to(tl.float32, bitcast=True)
+    if INTERPRETED:
+        inverse = 1.0 / mantissa
+    else:
+        inverse = tl.inline_asm_elementwise(
+            "rcp.rn.f32 $0, $1;", "=f,f", [mantissa], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return mantissa, lift, inverse
+
+
+@triton.jit
+def divide(x, mantissa, lift, inverse, SHORT: tl.constexpr):
+    """Divide by what `split_divisor` has split, to nearest even, for quotients above 2^-100.
+
+    A product with a rounded reciprocal and one correction: for dividends of at most 11 bits this
+    was compared with the division for every mantissa of both. Longer ones need two. What does not
+    fit float32 becomes infinity or NaN.
+
+    Args:
+        x: float32, any shape that broadcasts with the parts of the divisor.
+        mantissa: Of the divisor.
+        lift: Likewise.
+        inverse: Likewise.
+        SHORT: Whether `x` was a bfloat16 or float16.
+    """
+    x = x * lift
+    if INTERPRETED:
+        quotient = x / mantissa
+    else:
+        quotient = x * inverse
+        # This way around the sign of a zero stays.
+        quotient = tl.fma(tl.fma(quotient, mantissa, -x), -inverse, quotient)
+        if not SHORT:
+            quotient = tl.fma(tl.fma(quotient, mantissa, -x), -inverse, quotient)
+    return quotient
+
+
+@triton.jit
+def encode_e4m3_pair(first, second):
+    """Round finite float32 values to two E4M3 bytes, saturating; uint16, the first lowest."""
+    if INTERPRETED:
+        codes = (encode_e4m3_byte(first) | (encode_e4m3_byte(second) << 8)).to(tl.uint16)
+    else:
+        codes = tl.inline_asm_elementwise(
+            "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;",
+            "=h,f,f",
+            [first, second],
+            dtype=tl.uint16,
+            is_pure=True,
+            pack=1,
+        )
+    return codes
+
+
+_DECODE_E4M3 = tl.constexpr("""
+{
+.reg .b16 low, high, one, other;
+.reg .b32 halves;
+mov.b32 {low, high}, $4;
+cvt.rn.f16x2.e4m3x2 halves, low;
+mov.b32 {one, other}, halves;
+cvt.f32.f16 $0, one;
+cvt.f32.f16 $1, other;
+cvt.rn.f16x2.e4m3x2 halves, high;
+mov.b32 {one, other}, halves;
+cvt.f32.f16 $2, one;
+cvt.f32.f16 $3, other;
+}
+""")
+
+
+@triton.jit
+def decode_e4m3_word(words):
+    """Return the float32 values of the four E4M3 bytes of words; NaN bytes give what they like."""
+    if INTERPRETED:
+        result = (
+            decode_e4m3_byte(words & 0xFF),
+            decode_e4m3_byte((words >> 8) & 0xFF),
+            decode_e4m3_byte((words >> 16) & 0xFF),
+            decode_e4m3_byte(words >> 24),
+        )
+    else:
+        result = tl.inline_asm_elementwise(
+            _DECODE_E4M3,
+            "=&f,=&f,=&f,=&f,r",
+            [words],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
+    return result
+
+
+@triton.jit
+def is_nan_e4m3(words):
+    """Mark in the highest bit of each byte of words the two NaN bytes."""
+    return ((words & 0x7F7F7F7F) + 0x01010101) & 0x80808080
+
+
+@triton.jit
+def join_four(a, b, c, d, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Put four tensors of COLS / 4 columns together, a, b, c, d, a, b, ... along the last."""
+    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (ROWS, COLS))

@@ -12,6 +12,9 @@ TILES = [
     pytest.param((2, 135, 160), (128, 128), id="short-edges"),
     pytest.param((3, 5, 1100), (1, 1100), id="wide-rows"),
     pytest.param((2, 7, 33), (3, 7), id="no-powers-of-two"),
+    pytest.param((2, 130, 300), (128, 200), id="tiles-read-twice"),
+    pytest.param((1, 5, 301), (128, 256), id="odd-tiles-read-twice"),
+    pytest.param((3, 4300), (1, 4300), id="two-programs-a-row"),
     pytest.param((0, 4), (128, 128), id="no-rows"),
 ]
 

@@ -3,6 +3,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import pytest
 import torch
 
+from k3quant import ops
 from k3quant.formats.mx import ScaleRounding
 from k3quant.formats.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 from k3quant.kernels import moe_grouped_mm as moe_module
@@ -87,6 +88,15 @@ def test_close_to_the_reference(
     if tokens:
         assert error_ratio(out, layer.reference(z, routing)) < BOUND
         assert error_ratio(out, layer.reference(z.float(), routing)) < BOUND_TO_FLOAT32
+
+
+def test_ops_takes_a_routing(device: str, same_bits: Callable[..., bool]) -> None:
+    layer, routing = Layer(4, 128, 128), routing_of(20, 2, 4)
+    z = torch.randn((20, 128), generator=torch.Generator().manual_seed(20)).bfloat16().to(device)
+    there = Routing(routing.topk_idx.to(device), routing.topk_weight.to(device))
+    got = ops.routed_experts(z, there, layer.on(device), **BOUNDS)
+    direct = (there.topk_idx, there.topk_weight, layer.on(device))
+    assert same_bits(got, moe_grouped_mm(z, *direct, **BOUNDS, fused=True))
 
 
 def test_odd_widths_are_decoded_first(device: str, error_ratio: Callable[..., float]) -> None:

@@ -10,12 +10,24 @@ import numpy as np
 import pytest
 import torch
 
-from k3quant import ops
+from k3quant import dense_ops, ops
 from k3quant.errors import K3QuantError
-from k3quant.formats import cast_fp8, cast_nvfp4, casts, fast_stats, fp8_block, int4, mxfp4, nvfp4
+from k3quant.formats import (
+    cast_fp8,
+    cast_nvfp4,
+    casts,
+    fast_stats,
+    fp8_block,
+    int4,
+    int8_channel,
+    mxfp4,
+    mxfp8,
+    nvfp4,
+)
 from k3quant.formats.mx import ScaleRounding
 from k3quant.formats.nvfp4 import GlobalConvention, GlobalScale
-from k3quant.models import delta_rule, kda, norms, residual, situ
+from k3quant.models import delta_rule, kda, norms, residual, router, situ
+from k3quant.models.k3_config import MoeConfig
 
 SCALE = GlobalScale(value=0.125, convention=GlobalConvention.MULTIPLIER)
 
@@ -55,6 +67,21 @@ def int4_pair(value: float = 2.0) -> list[torch.Tensor]:
     scale = torch.full((3, 2), 0.5)
     scale[2, 1] = value
     return [words, scale]
+
+
+def mxfp8_pair(code: int = 0x38, byte: int = 120) -> list[torch.Tensor]:
+    codes = torch.arange(126, dtype=torch.uint8).repeat(2)[:192].reshape(2, 3, 32)
+    codes[1, 2, 5] = code
+    scales = torch.full((2, 3, 1), 120, dtype=torch.uint8)
+    scales[0, 1] = byte
+    return [codes, scales]
+
+
+def int8_pair(value: float = 0.5) -> list[torch.Tensor]:
+    codes = torch.arange(-128, 128, dtype=torch.int8).reshape(4, 64)
+    scale = torch.full((4, 1), 0.375)
+    scale[3] = value
+    return [codes, scale]
 
 
 GROUPED = {"group_size": 32}
@@ -125,68 +152,130 @@ PAIRS: list[Any] = [
         id="scale-needs-nan",
     ),
     pytest.param(
-        partial(ops.quantize_nvfp4, global_scale=SCALE),
+        partial(dense_ops.quantize_nvfp4, global_scale=SCALE),
         partial(nvfp4.quantize_nvfp4, global_scale=SCALE),
         weight,
         id="quantize-nvfp4",
     ),
     pytest.param(
-        partial(ops.quantize_nvfp4, global_scale=SCALE),
+        partial(dense_ops.quantize_nvfp4, global_scale=SCALE),
         partial(nvfp4.quantize_nvfp4, global_scale=SCALE),
         partial(weight, float("inf")),
         id="quantize-nvfp4-inf",
     ),
     pytest.param(
-        partial(ops.dequantize_nvfp4, global_scale=SCALE),
+        partial(dense_ops.dequantize_nvfp4, global_scale=SCALE),
         partial(nvfp4.dequantize_nvfp4, global_scale=SCALE),
         nvfp4_pair,
         id="dequantize-nvfp4",
     ),
     pytest.param(
-        partial(ops.dequantize_nvfp4, global_scale=SCALE),
+        partial(dense_ops.dequantize_nvfp4, global_scale=SCALE),
         partial(nvfp4.dequantize_nvfp4, global_scale=SCALE),
         partial(nvfp4_pair, 0x90),
         id="dequantize-nvfp4-negative-scale",
     ),
-    pytest.param(ops.quantize_fp8_block, fp8_block.quantize_fp8_block, weight, id="quantize-fp8"),
     pytest.param(
-        ops.quantize_fp8_block,
+        dense_ops.quantize_fp8_block, fp8_block.quantize_fp8_block, weight, id="quantize-fp8"
+    ),
+    pytest.param(
+        dense_ops.quantize_fp8_block,
         fp8_block.quantize_fp8_block,
         partial(weight, float("nan")),
         id="quantize-fp8-nan",
     ),
     pytest.param(
-        ops.dequantize_fp8_block, fp8_block.dequantize_fp8_block, fp8_pair, id="dequantize-fp8"
+        dense_ops.dequantize_fp8_block,
+        fp8_block.dequantize_fp8_block,
+        fp8_pair,
+        id="dequantize-fp8",
     ),
     pytest.param(
-        ops.dequantize_fp8_block,
+        dense_ops.dequantize_fp8_block,
         fp8_block.dequantize_fp8_block,
         partial(fp8_pair, 0x7F),
         id="dequantize-fp8-nan",
     ),
     pytest.param(
-        partial(ops.quantize_int4, **GROUPED),
+        partial(dense_ops.quantize_int4, **GROUPED),
         partial(int4.quantize_int4, **GROUPED),
         weight,
         id="quantize-int4",
     ),
     pytest.param(
-        partial(ops.quantize_int4, **GROUPED),
+        partial(dense_ops.quantize_int4, **GROUPED),
         partial(int4.quantize_int4, **GROUPED),
         partial(weight, float("nan")),
         id="quantize-int4-nan",
     ),
     pytest.param(
-        partial(ops.dequantize_int4, **UNGROUPED),
+        partial(dense_ops.dequantize_int4, **UNGROUPED),
         partial(int4.dequantize_int4, **UNGROUPED),
         int4_pair,
         id="dequantize-int4",
     ),
     pytest.param(
-        partial(ops.dequantize_int4, **UNGROUPED),
+        partial(dense_ops.dequantize_int4, **UNGROUPED),
         partial(int4.dequantize_int4, **UNGROUPED),
         partial(int4_pair, -1.0),
         id="dequantize-int4-negative-scale",
+    ),
+    pytest.param(
+        partial(dense_ops.quantize_mxfp8, rounding=ScaleRounding.EVEN),
+        partial(mxfp8.quantize_mxfp8, rounding=ScaleRounding.EVEN),
+        weight,
+        id="quantize-mxfp8",
+    ),
+    pytest.param(
+        partial(dense_ops.quantize_mxfp8, rounding=ScaleRounding.EVEN),
+        partial(mxfp8.quantize_mxfp8, rounding=ScaleRounding.EVEN),
+        partial(weight, float("nan")),
+        id="quantize-mxfp8-nan",
+    ),
+    pytest.param(
+        dense_ops.dequantize_mxfp8, mxfp8.dequantize_mxfp8, mxfp8_pair, id="dequantize-mxfp8"
+    ),
+    pytest.param(
+        dense_ops.dequantize_mxfp8,
+        mxfp8.dequantize_mxfp8,
+        partial(mxfp8_pair, 0xFF),
+        id="dequantize-mxfp8-nan",
+    ),
+    pytest.param(
+        dense_ops.dequantize_mxfp8,
+        mxfp8.dequantize_mxfp8,
+        partial(mxfp8_pair, 0x38, 255),
+        id="dequantize-mxfp8-nan-scale",
+    ),
+    pytest.param(
+        dense_ops.quantize_int8_channel,
+        int8_channel.quantize_int8_channel,
+        weight,
+        id="quantize-int8",
+    ),
+    pytest.param(
+        dense_ops.quantize_int8_channel,
+        int8_channel.quantize_int8_channel,
+        partial(weight, float("inf")),
+        id="quantize-int8-inf",
+    ),
+    pytest.param(
+        dense_ops.dequantize_int8_channel,
+        int8_channel.dequantize_int8_channel,
+        int8_pair,
+        id="dequantize-int8",
+    ),
+    pytest.param(
+        dense_ops.dequantize_int8_channel,
+        int8_channel.dequantize_int8_channel,
+        partial(int8_pair, float("nan")),
+        id="dequantize-int8-nan-scale",
+    ),
+    pytest.param(
+        dense_ops.dequantize_int8_channel,
+        int8_channel.dequantize_int8_channel,
+        partial(int8_pair, 2.65e36),
+        id="dequantize-int8-large-scale-that-fits",
     ),
 ]
 
@@ -314,9 +403,35 @@ def test_delta_rule_in_float32(
     assert error_ratio(state, expected_state) < 1e-5
 
 
+@pytest.mark.parametrize("groups", [1, 2], ids=["one-group", "two-groups"])
+def test_routing(
+    on_gpu: Callable[[torch.Tensor], torch.Tensor], error_ratio: Callable[..., float], groups: int
+) -> None:
+    config = MoeConfig(
+        num_experts=24,
+        num_experts_per_token=5,
+        num_shared_experts=0,
+        moe_intermediate_size=32,
+        routed_expert_hidden_size=None,
+        latent_moe_use_norm=False,
+        moe_router_activation_func="sigmoid",
+        num_expert_group=groups,
+        topk_group=1,
+        moe_renormalize=True,
+        routed_scaling_factor=2.5,
+    )
+    generator = torch.Generator().manual_seed(29)
+    x, gate = (torch.randn((n, 40), generator=generator) for n in (7, 24))
+    inputs = [x, gate, torch.randn(24, generator=generator) / 10]
+    got = ops.route(*(on_gpu(t) for t in inputs), config)
+    expected = router.route(*inputs, config)
+    assert torch.equal(got.topk_idx.cpu(), expected.topk_idx)
+    assert error_ratio(got.topk_weight, expected.topk_weight) < 1e-5
+
+
 def test_the_processor_never_loads_triton() -> None:
     code = (
-        "import sys, torch; from k3quant import ops\n"
+        "import sys, torch; from k3quant import dense_ops, ops\n"
         "from k3quant.formats.mx import ScaleRounding\n"
         "packed, scales = ops.quantize_mxfp4(torch.ones(2, 32), ScaleRounding.EVEN)\n"
         "assert ops.dequantize_mxfp4(packed, scales).eq(1).all()\n"

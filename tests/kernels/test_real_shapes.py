@@ -1,13 +1,27 @@
-"""Two experts of the release's shapes, compiled: the interpreter would take hours for them."""
+"""Weights of the release's shapes, compiled: the interpreter would take hours for them."""
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
-from k3quant import ops
-from k3quant.formats import fast_fp8, fast_mxfp4, fast_nvfp4
+from k3quant import dense_ops, ops
+from k3quant.formats import (
+    fast_fp8,
+    fast_mxfp4,
+    fast_nvfp4,
+    fp8_block,
+    fp8_channel,
+    int4,
+    int8_channel,
+    mxfp8,
+    nvfp4,
+)
+from k3quant.formats.int4 import Int4Range
 from k3quant.formats.mx import ScaleRounding
+from k3quant.formats.nvfp4 import GlobalConvention, GlobalScale
 
 pytestmark = [
     pytest.mark.gpu,
@@ -84,3 +98,91 @@ def test_to_nvfp4(pair: tuple[torch.Tensor, torch.Tensor], same_bits: Callable[.
     assert same_bits(got.scale_e4m3, torch.from_numpy(expected.scale_e4m3))
     assert got.counts == expected.counts
     assert not got.counts.lossless
+
+
+ROWS = (1, 7168)
+WIDE = (-110, 100)
+INT4 = {"group_size": 32, "grid": Int4Range.FULL, "scale_dtype": torch.bfloat16}
+K2 = {"group_size": 32, "grid": Int4Range.BALANCED, "scale_dtype": torch.bfloat16}
+DIVISOR = GlobalScale(value=3333.3, convention=GlobalConvention.DIVISOR)
+MULTIPLIER = GlobalScale(value=0.000321, convention=GlobalConvention.MULTIPLIER)
+DENSE: list[Any] = [
+    pytest.param(
+        partial(dense_ops.quantize_nvfp4, global_scale=scale),
+        partial(nvfp4.quantize_nvfp4, global_scale=scale),
+        partial(dense_ops.dequantize_nvfp4, global_scale=scale),
+        partial(nvfp4.dequantize_nvfp4, global_scale=scale),
+        (-24, 6),  # beyond both ends of the group scales
+        id=f"nvfp4-{scale.convention.value}",
+    )
+    for scale in (DIVISOR, MULTIPLIER)
+]
+DENSE += [
+    pytest.param(
+        partial(dense_ops.quantize_int4, **settings),
+        partial(int4.quantize_int4, **settings),
+        partial(dense_ops.dequantize_int4, cols=7168, group_size=32),
+        partial(int4.dequantize_int4, cols=7168, group_size=32),
+        WIDE,
+        id=f"int4-{settings['grid'].value}",
+    )
+    for settings in (INT4, K2)
+]
+DENSE += [
+    pytest.param(
+        dense_ops.quantize_fp8_block,
+        fp8_block.quantize_fp8_block,
+        dense_ops.dequantize_fp8_block,
+        fp8_block.dequantize_fp8_block,
+        WIDE,
+        id="fp8-block",
+    ),
+    pytest.param(
+        partial(dense_ops.quantize_fp8_block, block_shape=ROWS),
+        fp8_channel.quantize_fp8_channel,
+        partial(dense_ops.dequantize_fp8_block, block_shape=ROWS),
+        fp8_channel.dequantize_fp8_channel,
+        WIDE,
+        id="fp8-channel",
+    ),
+    pytest.param(
+        partial(dense_ops.quantize_mxfp8, rounding=ScaleRounding.RCEIL),
+        partial(mxfp8.quantize_mxfp8, rounding=ScaleRounding.RCEIL),
+        dense_ops.dequantize_mxfp8,
+        mxfp8.dequantize_mxfp8,
+        WIDE,
+        id="mxfp8",
+    ),
+    pytest.param(
+        dense_ops.quantize_int8_channel,
+        int8_channel.quantize_int8_channel,
+        dense_ops.dequantize_int8_channel,
+        int8_channel.dequantize_int8_channel,
+        WIDE,
+        id="int8",
+    ),
+]
+
+
+@pytest.mark.parametrize(("quantize", "reference", "dequantize", "back", "octaves"), DENSE)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_dense_weights(
+    same_bits: Callable[..., bool],
+    quantize: Callable[..., Any],
+    reference: Callable[..., Any],
+    dequantize: Callable[..., Any],
+    back: Callable[..., Any],
+    octaves: tuple[int, int],
+    dtype: torch.dtype,
+) -> None:
+    generator = torch.Generator().manual_seed(33)
+    weight = torch.randn((384, 7168), generator=generator)
+    # Rows of many magnitudes, and in each of them values of few bits, for ties.
+    weight *= torch.exp2(torch.linspace(*octaves, 384))[:, None]
+    weight[:, ::3] = (weight[:, ::3].view(torch.int32) & -(1 << 21)).view(torch.float32)
+    weight = weight.to(dtype)
+    codes, scale = quantize(weight.cuda())
+    expected, expected_scale = reference(weight)
+    assert same_bits(scale, expected_scale)
+    assert same_bits(codes, expected)
+    assert same_bits(dequantize(codes, scale), back(expected, expected_scale))
