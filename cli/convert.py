@@ -6,14 +6,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from k3quant.cli.options import DryRunOpt, JobsOpt, JsonOpt, OutOpt, QuietOpt
+from k3quant.cli.options import (
+    DryRunOpt,
+    JobsOpt,
+    JsonOpt,
+    ManifestOpt,
+    OutOpt,
+    QuietOpt,
+    RevisionOpt,
+)
 from k3quant.cli.output import Output, session, table
 
 if TYPE_CHECKING:
     from k3quant.checkpoint.reader import Checkpoint
     from k3quant.convert.export_plan import ExportPlan
+    from k3quant.convert.run import ConvertResult, ConvertSettings
 
-SourceArg = Annotated[Path, typer.Argument(help="Checkpoint folder.")]
+SourceArg = Annotated[
+    str, typer.Argument(help="Checkpoint folder, or hf://owner/name@revision: shard by shard.")
+]
 LosslessOpt = Annotated[
     bool, typer.Option("--require-lossless", help="Refuse (exit 9) a weight that would change.")
 ]
@@ -55,12 +66,16 @@ def convert(
     require_lossless: LosslessOpt = False,
     allow_skip: SkipOpt = None,
     source_hash: HashOpt = True,
+    revision: RevisionOpt = None,
+    manifest: ManifestOpt = None,
     dry_run: DryRunOpt = False,
     jobs: JobsOpt = None,
     json: JsonOpt = False,
     quiet: QuietOpt = False,
 ) -> None:
     """Convert the routed experts to another format and keep everything else.
+
+    From the Hub, shards are downloaded, converted and removed one after the other.
 
     Example: k3quant convert ./kimi-k3 --out ./kimi-k3-nvfp4 --to nvfp4
     """
@@ -103,8 +118,8 @@ def convert(
             )
             return plan_export(checkpoint, recipe, allow_skip=allow_skip or ())
 
-        _run(say, source, out, plan, parameters, dry_run=dry_run, jobs=jobs,
-             lossless=require_lossless, source_hash=source_hash)  # fmt: skip
+        settings = _settings(parameters, require_lossless, jobs, source_hash)
+        _run(say, source, out, plan, settings, revision, manifest, dry_run=dry_run)
 
 
 def requantize(
@@ -117,6 +132,8 @@ def requantize(
     require_lossless: LosslessOpt = False,
     allow_skip: SkipOpt = None,
     source_hash: HashOpt = True,
+    revision: RevisionOpt = None,
+    manifest: ManifestOpt = None,
     dry_run: DryRunOpt = False,
     jobs: JobsOpt = None,
     json: JsonOpt = False,
@@ -138,65 +155,139 @@ def requantize(
         parameters = {
             "recipe": repr(rules), "scheme": rules.scheme, "allow_skip": allow_skip or []
         }  # fmt: skip
-        _run(
-            say,
-            source,
-            out,
-            lambda checkpoint: plan_export(checkpoint, rules, allow_skip=allow_skip or ()),
-            parameters,
-            dry_run=dry_run,
-            jobs=jobs,
-            lossless=require_lossless,
-            source_hash=source_hash,
-        )
+
+        def plan(checkpoint: "Checkpoint") -> "ExportPlan":
+            return plan_export(checkpoint, rules, allow_skip=allow_skip or ())
+
+        settings = _settings(parameters, require_lossless, jobs, source_hash)
+        _run(say, source, out, plan, settings, revision, manifest, dry_run=dry_run)
+
+
+def _settings(
+    parameters: dict[str, Any], lossless: bool, jobs: int | None, source_hash: bool
+) -> "ConvertSettings":
+    from k3quant.convert.run import ConvertSettings
+
+    return ConvertSettings(
+        parameters=parameters, require_lossless=lossless, jobs=jobs, hash_source=source_hash
+    )
 
 
 def _run(
     say: Output,
-    source: Path,
+    source: str,
     out: Path,
     make_plan: Plan,
-    parameters: dict[str, Any],
+    settings: "ConvertSettings",
+    revision: str | None,
+    manifest: str | None,
     *,
     dry_run: bool,
-    jobs: int | None,
-    lossless: bool,
-    source_hash: bool,
 ) -> None:
+    if source.startswith("hf://"):
+        place = f"{source}@{revision}" if revision and "@" not in source else source
+        _run_from_hub(say, place, out, make_plan, settings, manifest, dry_run=dry_run)
+        return
     from k3quant.checkpoint.reader import open_checkpoint
-    from k3quant.convert.run import ConvertSettings, run_convert
-    from k3quant.sizes import format_size
+    from k3quant.convert.run import run_convert
+    from k3quant.errors import UsageError
 
-    checkpoint = open_checkpoint(source)
+    if revision or manifest:
+        raise UsageError(
+            f"{source}: expected `hf://owner/name` with --revision and --manifest, got a folder",
+            hint="`k3quant verify --manifest` checks a folder",
+        )
+    checkpoint = open_checkpoint(Path(source))
     plan = make_plan(checkpoint)
     if dry_run:
-        from dataclasses import asdict
-
-        from k3quant.convert.dry_run import exactness, forecast
-        from k3quant.convert.estimate import estimate
-        from k3quant.sizes import format_duration
-
-        found = forecast(plan, exactness(checkpoint, plan, say.progress()))
-        time = estimate(checkpoint, plan, out, jobs=jobs, hash_source=source_hash)
-        found["time"] = asdict(time)
-        rows = [
-            [f["family"], f["target"], f"{f['tensors']:,}", format_size(f["source_bytes"]),
-             format_size(f["target_bytes"]), f["exact"]]
-            for f in found["families"]
-        ]  # fmt: skip
-        lines = table(["family", "format", "weights", "now", "then", "exact"], rows)
-        lines.append(f"{len(plan.files)} files, {format_size(found['target_bytes'])}")
-        lines.append(
-            f"about {format_duration(time.seconds)} here: {time.jobs} files at a time take "
-            f"{format_duration(time.processor_seconds)} to compute, the disk "
-            f"{format_duration(time.disk_seconds)} at "
-            f"{format_size(int(time.disk_bytes_per_second))}/s"
-        )
-        say.done(found, lines)
-    settings = ConvertSettings(
-        parameters=parameters, require_lossless=lossless, jobs=jobs, hash_source=source_hash
-    )
+        _say_forecast(say, checkpoint, out, plan, settings)
     result = run_convert(checkpoint, out, plan, settings, say.progress())
+    _say_result(say, out, plan, result, {})
+
+
+def _run_from_hub(
+    say: Output,
+    place: str,
+    out: Path,
+    make_plan: Plan,
+    settings: "ConvertSettings",
+    manifest: str | None,
+    *,
+    dry_run: bool,
+) -> None:
+    from k3quant.convert.dry_run import forecast
+    from k3quant.convert.from_hub import convert_from_hub, open_from_hub, plan_from_hub
+    from k3quant.hub.reference import parse_reference
+    from k3quant.hub.settings import DownloadSettings
+    from k3quant.manifest import load_manifest
+    from k3quant.sizes import format_size
+
+    known = load_manifest(manifest) if manifest else None
+    hub = open_from_hub(parse_reference(place), out, DownloadSettings(manifest=known))
+    try:
+        plan = make_plan(hub.checkpoint)
+        arrival = plan_from_hub(hub, out, plan)
+        found = {"source": dict(hub.identity())} | arrival.summary()
+        at_once = format_size(arrival.room_bytes)
+        say.say(f"{hub.source.label}: at most {at_once} of the source lie on the disk at once")
+        if dry_run:
+            proven: dict[tuple[str, str], tuple[int, int]] = {}  # scales are too many to fetch
+            summary = forecast(plan, proven) | found
+            say.done(summary, _forecast_lines(plan, summary))
+        result = convert_from_hub(hub, out, plan, settings, say.progress())
+    finally:
+        hub.client.close()
+    _say_result(say, out, plan, result, found)
+
+
+def _say_forecast(
+    say: Output,
+    checkpoint: "Checkpoint",
+    out: Path,
+    plan: "ExportPlan",
+    settings: "ConvertSettings",
+) -> None:
+    from dataclasses import asdict
+
+    from k3quant.convert.dry_run import exactness, forecast
+    from k3quant.convert.estimate import estimate
+    from k3quant.sizes import format_duration, format_size
+
+    found = forecast(plan, exactness(checkpoint, plan, say.progress()))
+    time = estimate(checkpoint, plan, out, jobs=settings.jobs, hash_source=settings.hash_source)
+    found["time"] = asdict(time)
+    lines = _forecast_lines(plan, found)
+    lines.append(
+        f"about {format_duration(time.seconds)} here: {time.jobs} files at a time take "
+        f"{format_duration(time.processor_seconds)} to compute, the disk "
+        f"{format_duration(time.disk_seconds)} at "
+        f"{format_size(int(time.disk_bytes_per_second))}/s"
+    )
+    say.done(found, lines)
+
+
+def _forecast_lines(plan: "ExportPlan", found: dict[str, Any]) -> list[str]:
+    from k3quant.sizes import format_size
+
+    rows = [
+        [f["family"], f["target"], f"{f['tensors']:,}", format_size(f["source_bytes"]),
+         format_size(f["target_bytes"]), f["exact"]]
+        for f in found["families"]
+    ]  # fmt: skip
+    lines = table(["family", "format", "weights", "now", "then", "exact"], rows)
+    lines.append(f"{len(plan.files)} files, {format_size(found['target_bytes'])}")
+    return lines
+
+
+def _say_result(
+    say: Output,
+    out: Path,
+    plan: "ExportPlan",
+    result: "ConvertResult",
+    more: dict[str, Any],
+) -> None:
+    from k3quant.sizes import format_size
+
     total = sum(file.size for file in result.files)
     summary = {
         "out": str(out),
@@ -209,7 +300,7 @@ def _run(
         "families": result.summary,
         "skipped": len(plan.skipped),
         "transforms": dict(plan.transforms),
-    }
+    } | more
     rows = [
         [key, f"{n['weights']:,}", f"{n['exact']:,}", f"{n['blocks_rescued']:,}",
          f"{n['max_abs']:.3g}", "" if n["worst_sqnr_db"] is None else f"{n['worst_sqnr_db']:.1f}"]

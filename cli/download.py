@@ -36,8 +36,9 @@ def download(
         bool, typer.Option("--verify-only", help="Check what is there against the Hub.")
     ] = False,
     stall_timeout: Annotated[
-        float, typer.Option("--stall-timeout", help="Seconds without bytes before a reconnect.")
-    ] = 30.0,
+        float | None,
+        typer.Option("--stall-timeout", help="Seconds without bytes before a reconnect; else 30."),
+    ] = None,
     limit_rate: Annotated[
         str | None, typer.Option("--limit-rate", help="Most bytes a second, such as 500MB.")
     ] = None,
@@ -57,6 +58,7 @@ def download(
     Example: k3quant download moonshotai/Kimi-K3 --out ./kimi-k3 --manifest kimi-k3
     """
     with session("download", json=json, quiet=quiet) as say:
+        from k3quant.hub.client import STALL_TIMEOUT
         from k3quant.hub.download import run_download
         from k3quant.hub.folder_check import check_offline
         from k3quant.hub.plan import plan_download
@@ -74,7 +76,7 @@ def download(
             experts=parse_range(experts, "--experts"),
             manifest=load_manifest(manifest) if manifest else None,
             jobs=jobs or 8,
-            stall_timeout=stall_timeout,
+            stall_timeout=STALL_TIMEOUT if stall_timeout is None else stall_timeout,
             rate_limit=parse_size(limit_rate) if limit_rate else None,
             verify_only=verify_only,
             accept_new_commit=accept_new_commit,

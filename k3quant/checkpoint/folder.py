@@ -7,10 +7,10 @@ would give the process a fatal signal.
 import errno
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from k3quant.errors import IncompleteError, K3QuantError, ResourceError
 
@@ -46,6 +46,20 @@ class Source(Protocol):
 
     def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
         """Fill a buffer from a range; a file that ends too early is an error."""
+
+
+@runtime_checkable
+class RemoteSource(Source, Protocol):
+    """A source where each read costs a round trip, so that many headers are better had at once."""
+
+    def prefetch_headers(self, files: Iterable[str]) -> None:
+        """Fetch the headers of shards side by side, so that reading them costs nothing."""
+
+
+def prefetch_headers(source: Source, files: Iterable[str]) -> None:
+    """Fetch the headers of shards side by side where that is faster; raises as the source does."""
+    if isinstance(source, RemoteSource):
+        source.prefetch_headers(file for file in files if file in source.files)
 
 
 class LocalFolder:

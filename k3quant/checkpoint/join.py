@@ -7,6 +7,7 @@ from functools import partial
 from k3quant.checkpoint.folder import FileInfo
 from k3quant.checkpoint.header import Header
 from k3quant.checkpoint.index import INDEX_FILE, Index
+from k3quant.checkpoint.output_file import PARTIAL_SUFFIX
 from k3quant.report import FaultClass, Finding, Severity, fault
 from k3quant.sizes import format_size
 
@@ -67,7 +68,13 @@ def _missing_files(
             got=0,
             hint="`k3quant download` fetches only what is missing",
         )
-    partial = {file: info.size for file, info in files.items() if file.endswith(".incomplete")}
+    # Our own partial files count where they become a shard, not where a sidecar or an output grows.
+    partial = {
+        file: info.size
+        for file, info in files.items()
+        if file.endswith(".incomplete")
+        or (file.endswith(PARTIAL_SUFFIX) and file.removesuffix(PARTIAL_SUFFIX) in held)
+    }
     for file, size in partial.items():
         yield Finding(
             code="partial-file",

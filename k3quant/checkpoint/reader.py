@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from k3quant.checkpoint.folder import LocalFolder, Source
+from k3quant.checkpoint.folder import LocalFolder, Source, prefetch_headers
 from k3quant.checkpoint.header import Header, scan_header
 from k3quant.checkpoint.index import INDEX_FILE, Index, parse_index
 from k3quant.checkpoint.join import SHARD_SUFFIX, join_index
@@ -122,6 +122,7 @@ def open_checkpoint(place: Path | Source) -> Checkpoint:
     config = read_json(source, CONFIG_FILE)
     index = read_index(source)
     names = sorted(set(index.weight_map.values())) if index else [single_shard(source)]
+    prefetch_headers(source, names)
     headers: dict[str, Header] = {}
     for file in names:
         if file in source.files:

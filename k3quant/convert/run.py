@@ -32,6 +32,7 @@ from k3quant.convert.buffers import scratch
 from k3quant.convert.card import CARD_FILE, encode_card
 from k3quant.convert.export_plan import ExportPlan, FilePlan, Unit
 from k3quant.convert.proof import PROOF_FILE, WeightProof, encode_proof, summarize
+from k3quant.convert.supply import AllThere, Supply
 from k3quant.errors import RefusedError, ResourceError
 from k3quant.progress import SILENT, Progress
 from k3quant.verify.stream import default_jobs, stream_shard
@@ -80,6 +81,8 @@ def run_convert(
     plan: ExportPlan,
     settings: ConvertSettings,
     progress: Progress = SILENT,
+    *,
+    supply: Supply | None = None,
 ) -> ConvertResult:
     """Write an export.
 
@@ -89,6 +92,7 @@ def run_convert(
         plan: What to write.
         settings: How.
         progress: Told the source bytes that were converted.
+        supply: Says when a file may begin; None for a source that is all there.
 
     Raises:
         RefusedError: The folder holds something else, or a weight would change under
@@ -105,7 +109,7 @@ def run_convert(
         resumed = len(plan.files) - len(todo)
         preflight_space(out, sum(file.file_bytes for file in todo))
         progress.start("convert", sum(_source_bytes(checkpoint, file) for file in todo), "B")
-        _write_files(checkpoint, out, todo, journal, settings, progress)
+        _write_files(checkpoint, out, todo, journal, settings, supply or AllThere(), progress)
         files = tuple(journal.finished[file.name].written for file in plan.files)
         proofs = [
             WeightProof.from_json(module, record)
@@ -133,10 +137,11 @@ def _write_files(
     todo: list[FilePlan],
     journal: Journal,
     settings: ConvertSettings,
+    supply: Supply,
     progress: Progress,
 ) -> None:
     failed = Event()
-    digests = _SourceDigests(checkpoint, wanted=settings.hash_source)
+    digests = _SourceDigests(checkpoint, supply, wanted=settings.hash_source)
 
     def write(plan: FilePlan) -> None:
         if failed.is_set():
@@ -148,6 +153,7 @@ def _write_files(
             )
             weights = {proof.module: proof.to_json() for proof in proofs}
             journal.record(written, details={"weights": weights, "sources": sources})
+            supply.finished(plan)
         except BaseException:
             failed.set()  # the other files stop at their next unit
             raise
@@ -156,8 +162,9 @@ def _write_files(
     # disk. Units queue in order, so that the digest follows close behind.
     jobs = settings.jobs or default_jobs()
     with ThreadPoolExecutor(jobs) as workers, ThreadPoolExecutor(jobs) as pool:
-        futures: list[Future[None]] = [pool.submit(write, plan) for plan in todo]
+        futures: list[Future[None]] = []
         try:
+            futures += (pool.submit(write, plan) for plan in supply.in_turn(todo, failed))
             wait(futures)  # after a fault the others stop at their next unit
             _results(futures)
         except BaseException:
@@ -270,8 +277,9 @@ def _source_bytes(checkpoint: Checkpoint, plan: FilePlan) -> int:
 class _SourceDigests:
     """The digest of each source shard, computed once however many files are made of it."""
 
-    def __init__(self, checkpoint: Checkpoint, *, wanted: bool) -> None:
+    def __init__(self, checkpoint: Checkpoint, supply: Supply, *, wanted: bool) -> None:
         self._checkpoint = checkpoint
+        self._supply = supply
         self._wanted = wanted
         self._known: dict[str, str | None] = {}
         self._locks: dict[str, Lock] = {file: Lock() for file in checkpoint.headers}
@@ -287,10 +295,13 @@ class _SourceDigests:
             return None
         with self._locks[file]:
             if file not in self._known:
-                source = self._checkpoint.source
-                found = stream_shard(source, file, spans=[], hashed=True, advance=lambda _: None)
-                self._known[file] = found.sha256
+                self._known[file] = self._supply.digest_of(file) or self._read(file)
         return self._known[file]
+
+    def _read(self, file: str) -> str | None:
+        source = self._checkpoint.source
+        found = stream_shard(source, file, spans=[], hashed=True, advance=lambda _: None)
+        return found.sha256
 
 
 def _write_beside(

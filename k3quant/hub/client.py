@@ -24,7 +24,8 @@ from k3quant.hub.patience import (
 )
 from k3quant.hub.transport import Headers, Reply, Transport, origin_of
 
-STALL_TIMEOUT = 60.0
+# A reconnect asks for the next byte on, so that it costs a round trip; waiting costs all the rest.
+STALL_TIMEOUT = 30.0
 _MAX_REDIRECTS = 10
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _MAX_JSON_BYTES = 256 << 20
@@ -44,6 +45,10 @@ class Answer:
     reply: Reply
     url: str
     hub_headers: Headers
+
+
+class XetAloneError(ResourceError):
+    """A file is to be had through Xet and not over HTTP."""
 
 
 class HubClient:
@@ -69,6 +74,11 @@ class HubClient:
         self._origin = origin_of(self.endpoint)
         self._transport = Transport(timeout=stall_timeout)
         self._headers = _request_headers()
+
+    @property
+    def own_headers(self) -> Headers:
+        """What requests to the endpoint carry, its token too; for no other place."""
+        return self._headers
 
     def close(self) -> None:
         """Close all connections and wake every wait."""
@@ -147,6 +157,7 @@ class HubClient:
             TransientError: Another try may help.
             UsageError: The repository or revision does not exist, or access is denied.
             IncompleteError: The file does not exist.
+            XetAloneError: The file is offered through Xet and not over HTTP.
             ResourceError: Any other failure.
         """
         status, headers = answer.reply.status, answer.reply.headers
@@ -159,11 +170,10 @@ class HubClient:
             # A signed address that has run out; the endpoint gives a new one.
             raise TransientError(f"HTTP {status} from {urlsplit(answer.url).netloc}")
         if "x-xet-hash" in answer.hub_headers:
-            raise ResourceError(
+            raise XetAloneError(
                 f"{plain(answer.url)}: expected the file over HTTP, got HTTP {status} and an offer "
                 "of Xet alone",
-                hint="fetch it with `hf download` into the same folder and run this again: what "
-                "is there is checked and kept",
+                hint="install hf_xet and leave HF_HUB_DISABLE_XET unset, then run this again",
             )
         raise self._final_error(status, headers, answer.url, subject)
 

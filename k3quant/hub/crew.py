@@ -26,6 +26,9 @@ class Crew:
         transfers: The files, in the order to begin them.
         jobs: Connections.
         landed: Called with each file that is whole under its name, one at a time.
+        may_begin: Asked before the next file is begun, again and again until it may be; connections
+            then help to finish what was begun first, so that files land one after the other. None
+            lets every file begin.
     """
 
     def __init__(
@@ -35,12 +38,14 @@ class Crew:
         *,
         jobs: int,
         landed: Callable[[FileTransfer], None],
+        may_begin: Callable[[FileTransfer], bool] | None = None,
     ) -> None:
         self._client = client
         self._waiting = deque(transfers)
         self._all = transfers
         self._begun: list[FileTransfer] = []
         self._landed = landed
+        self._may_begin = may_begin
         self._changed = Condition()
         self._unsettled = set(transfers)
         self._error: BaseException | None = None
@@ -98,12 +103,14 @@ class Crew:
             self._client.close()
 
     def _next_file(self) -> FileTransfer | None:
-        """Return a file that nobody has begun, or the one that can use help most."""
+        """Return a file that nobody has begun, or one that can use help."""
         with self._changed:
             while self._unsettled and not self._client.stop.is_set():
-                if self._waiting:
-                    return self._waiting.popleft()
                 helped = [t for t in self._begun if self._can_help(t)]
+                if helped and self._may_begin is not None:
+                    return helped[0]
+                if self._waiting and (self._may_begin is None or self._may_begin(self._waiting[0])):
+                    return self._waiting.popleft()
                 if helped:
                     return max(helped, key=lambda t: t.num_free)
                 self._changed.wait(_LOOK_AGAIN)

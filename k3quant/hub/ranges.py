@@ -7,10 +7,11 @@ from contextlib import suppress
 from threading import Lock
 
 from k3quant.errors import IncompleteError, RefusedError, ResourceError
-from k3quant.hub.client import Answer, HubClient, plain
+from k3quant.hub.client import Answer, HubClient, XetAloneError, plain
 from k3quant.hub.listing import HubFile, Listing
 from k3quant.hub.patience import Patience, StoppedError, TransientError
 from k3quant.hub.rate_limit import RateLimit
+from k3quant.hub.xet import XetOffer, XetReader, find_hf_xet, offer_of
 
 # A connection that brings less than this in `stall_timeout` counts as stalled: some servers keep
 # one alive with a byte now and then.
@@ -36,6 +37,8 @@ class RangeReader:
         self._lock = Lock()
         self._places: dict[str, str] = {}
         self._gives_ranges: dict[str, bool] = {}
+        self._xet: XetReader | None = None
+        self._xet_offers: dict[str, XetOffer] = {}
         self._faults = 0
 
     @property
@@ -99,7 +102,11 @@ class RangeReader:
     def _attempt(
         self, file: HubFile, offset: int, end: int, *, whole_allowed: bool
     ) -> Iterator[bytes]:
-        answer = self._open(file, offset, end)
+        answer = None if file.name in self._xet_offers else self._open(file, offset, end)
+        if answer is None:
+            assert self._xet is not None
+            yield from self._watched(self._xet.stream(self._xet_offers[file.name], offset, end))
+            return
         left = end - offset
         skip = self._bytes_before(file, answer, offset, end, whole_allowed=whole_allowed)
         chunks = answer.reply.chunks()
@@ -123,7 +130,8 @@ class RangeReader:
         if left:
             raise TransientError(f"{end - offset - left} of {end - offset} bytes")
 
-    def _open(self, file: HubFile, offset: int, end: int) -> Answer:
+    def _open(self, file: HubFile, offset: int, end: int) -> Answer | None:
+        """Ask for a range; None where the file is to be had through Xet alone."""
         place = self._places.get(file.name)
         url = place or self._url(file)
         answer = self._client.get(url, headers={"Range": f"bytes={offset}-{end - 1}"})
@@ -132,6 +140,10 @@ class RangeReader:
         except TransientError:
             self._places.pop(file.name, None)  # a signed address runs out
             raise
+        except XetAloneError:
+            if not self._take_offer(file, answer):
+                raise
+            return None
         try:
             self._refuse_other_file(file, answer)
         except RefusedError:
@@ -140,6 +152,18 @@ class RangeReader:
         if answer.url != self._url(file):
             self._places[file.name] = answer.url
         return answer
+
+    def _take_offer(self, file: HubFile, answer: Answer) -> bool:
+        """Turn to Xet for a file, where the server offers it and hf_xet is there to fetch it."""
+        offer, module = offer_of(answer, file.size), find_hf_xet()
+        if offer is None or module is None:
+            return False
+        self._refuse_other_file(file, answer)
+        with self._lock:
+            self._xet = self._xet or XetReader(self._client, module)
+            self._xet_offers[file.name] = offer
+            self._gives_ranges[file.name] = True
+        return True
 
     def _bytes_before(
         self, file: HubFile, answer: Answer, offset: int, end: int, *, whole_allowed: bool

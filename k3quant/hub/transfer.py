@@ -14,12 +14,14 @@ from threading import Event, Lock
 
 from k3quant.checkpoint.folder import fill
 from k3quant.checkpoint.output_file import sync_folder, write_all, write_error
+from k3quant.checkpoint.page_cache import start_writeback
 from k3quant.errors import HashError
 from k3quant.hub.digest import Digest, Expected, Mismatch, Proof
 from k3quant.hub.partial import Partial, discard, partial_path
 from k3quant.hub.patience import StoppedError
 
 _READ_BACK = 1 << 20
+_WRITEBACK = 8 << 20
 _ATTEMPTS = 2  # a resumed or mangled file is fetched once more from its start
 
 
@@ -170,6 +172,9 @@ class FileTransfer:
             write_all(self._fd, offset, view)
         except OSError as error:
             raise write_error(self.path, error, need=self.content.size) from error
+        border = (offset + len(view)) // _WRITEBACK * _WRITEBACK
+        if border > offset:  # or the sync at the end of a piece waits for all of it
+            start_writeback(self._fd, border - _WRITEBACK, _WRITEBACK)
 
     def _claim_digest(self, offset: int) -> bool:
         with self._lock:

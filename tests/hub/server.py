@@ -117,6 +117,8 @@ class HubServer:
         token: Where set, what a request to the Hub itself must carry.
         page_size: Entries a page of a tree listing.
         extra_headers: Sent with what the Hub itself answers for a file.
+        xet: Hashes of files that are to be had through Xet alone.
+        xet_place: The address of the Xet store.
     """
 
     def __init__(self, *repos: Repo, port: int = 0, bytes_per_second: float | None = None) -> None:
@@ -127,6 +129,8 @@ class HubServer:
         self.token: str | None = None
         self.page_size = 1000
         self.extra_headers: dict[str, str] = {}
+        self.xet: dict[str, str] = {}
+        self.xet_place = ""
         self.expired_signatures: set[str] = set()
         self.signature = "s0"
         self.bytes_per_second = bytes_per_second
@@ -249,6 +253,14 @@ class _Handler(BaseHTTPRequestHandler):
             siblings = [{"rfilename": path} for path in files]
             self._json({"id": name, "modelId": name, "sha": sha, "siblings": siblings})
             return
+        if question == "xet-read-token":
+            headers = {
+                "X-Xet-Cas-Url": self.hub.xet_place,
+                "X-Xet-Access-Token": "token of the test",
+                "X-Xet-Token-Expiration": str(int(time.time()) + 3600),
+            }
+            self._json({}, headers)
+            return
         entries = _entries(files)
         if question == "paths-info":
             wanted = set(parse_qs(self._form).get("paths", []))
@@ -279,6 +291,12 @@ class _Handler(BaseHTTPRequestHandler):
         headers |= self.hub.extra_headers
         if lfs:
             headers |= {"X-Linked-Etag": f'"{etag}"', "X-Linked-Size": str(size_of(content))}
+            if path in self.hub.xet:
+                headers["X-Xet-Hash"] = self.hub.xet[path]
+                place = f"/api/models/{name}/xet-read-token/{sha}"
+                headers["Link"] = f'<{place}>; rel="xet-auth"'
+                self._answer(406, b"", headers)
+                return
             if self.hub.redirect is not None:
                 host = "localhost" if self.hub.redirect == "other" else "127.0.0.1"
                 place = f"http://{host}:{self.hub.port}/cdn/{self.hub.signature}/{name}/{sha}"

@@ -8,12 +8,15 @@ from time import monotonic, sleep
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from k3quant.checkpoint.index import INDEX_FILE
+from k3quant.cli.main import app
 from k3quant.errors import HashError, IncompleteError, RefusedError, ResourceError, UsageError
 from k3quant.hub.folder_lock import FolderLock
 from k3quant.hub.partial import partial_path, state_path
 from k3quant.hub.record import LOCK_FILE, RECORD_FILE
+from k3quant.hub.settings import DownloadSettings
 from k3quant.manifest import FileRecord, Manifest
 from k3quant.report import Report
 
@@ -464,3 +467,21 @@ class TestInterrupted:
         report = download()
         assert report.summary["state"] == "complete"
         assert report.summary["resumed_bytes"] > 0
+
+
+@pytest.mark.parametrize(("words", "seconds"), [([], 30.0), (["--stall-timeout", "7"], 7.0)])
+def test_command_and_library_agree_on_what_a_stall_is(
+    monkeypatch: pytest.MonkeyPatch, out: Path, words: list[str], seconds: float
+) -> None:
+    seen: list[DownloadSettings] = []
+
+    def run(reference: Any, folder: Path, settings: DownloadSettings, progress: Any) -> Report:
+        seen.append(settings)
+        return Report(command="download")
+
+    monkeypatch.setattr("k3quant.hub.download.run_download", run)
+    result = CliRunner().invoke(app, ["download", "test/repo", "--out", str(out), *words])
+    assert result.exit_code == 0, result.output
+    assert seen[0].stall_timeout == seconds
+    if not words:
+        assert seen[0].stall_timeout == DownloadSettings().stall_timeout

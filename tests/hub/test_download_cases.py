@@ -482,11 +482,11 @@ class TestOtherMisbehaviour:
         assert download().ok
         assert (out / SHARD).read_bytes() == files[SHARD]
 
-    def test_xet_alone_is_said(self, hub: Any, download: Run) -> None:
+    def test_xet_alone_without_a_place_for_tokens_is_said(self, hub: Any, download: Run) -> None:
         hub.fault(SHARD, times=1000, status=406, headers={"X-Xet-Hash": "a" * 64})
         with pytest.raises(ResourceError, match="an offer of Xet alone") as caught:
             download()
-        assert "hf download" in caught.value.hint
+        assert "install hf_xet" in caught.value.hint
 
     def test_damaged_record(self, download: Run, out: Path) -> None:
         download()

@@ -68,6 +68,14 @@ def test_headers_are_fetched_side_by_side_once(hub: Any) -> None:
     assert len(hub.files_asked()) == asked + 2  # config and index
 
 
+def test_checkpoint_is_opened_over_several_connections(hub: Any) -> None:
+    hub.bytes_per_second = 2e6  # so that each header takes its time
+    open_checkpoint(open_source())
+    shards = [seen for seen in hub.files_asked() if ".safetensors" in seen.path.partition("?")[0]]
+    index = [seen for seen in shards if "index.json" in seen.path]
+    assert len({seen.connection for seen in shards if seen not in index}) == 3
+
+
 @pytest.mark.parametrize(
     ("offset", "length"),
     [
