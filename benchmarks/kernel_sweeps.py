@@ -189,10 +189,15 @@ def residual(meter: Meter, *, small: bool) -> None:
         work = partial(attn_res_mix.attn_res_mix, sources[:count], norm, proj, eps=1e-5)
         return f"attn_res_mix of {count}", work, 2 * (count + 1) * sources[0].numel()
 
-    many = [(1, 4, 4), (1, 8, 3), (1, 8, 4), (2, 8, 3)]
-    few = [(1, 4, 4), (1, 4, 2), (2, 8, 2), (2, 16, 1), (2, 16, 2), *product((1,), (8, 16), (1, 2))]
-    attempt(meter, attn_res_mix, [{"_MANY": shape} for shape in many], case(5), case(9))
-    attempt(meter, attn_res_mix, [{"_FEW": shape} for shape in few], case(2))
+    shapes = [
+        (1, 4, 4),
+        (1, 4, 2),
+        (2, 8, 2),
+        (2, 8, 3),
+        (2, 16, 1),
+        *product((1,), (8, 16), (1, 3)),
+    ]
+    attempt(meter, attn_res_mix, [{"_TILE": shape} for shape in shapes], case(2), case(5), case(9))
 
 
 TILES = {
