@@ -11,9 +11,8 @@ from torch import Tensor
 from k3quant.checkpoint.reader import Checkpoint
 from k3quant.errors import K3QuantError, ValuesError
 from k3quant.eval.device_moe import parts_of
-from k3quant.eval.stored import StoredTensors
+from k3quant.eval.stored import StoredTensors, exact_roles
 from k3quant.eval.weights import decode_weight
-from k3quant.models.k3_config import LayerKind
 from k3quant.models.k3_tensors import TensorSpec
 from k3quant.stream.budget import PIECE_BYTES, Budget
 from k3quant.stream.chunks import Chunk, Piece, expert_chunk, own_chunk
@@ -60,7 +59,6 @@ class DeviceWalk:
         self._choice = Condition()
         self._chosen: dict[int, Sequence[int]] = {}
         self._closed = False
-        self._exact: dict[tuple[LayerKind, bool], frozenset[str]] = {}
         self._held: Loaded | None = None
         layers = range(first, stored.config.num_hidden_layers)
         self._reader = ChunkReader(
@@ -94,7 +92,8 @@ class DeviceWalk:
         if self._held is not None:
             self._reader.release(self._held)
         self._held = loaded = self._take(layer)
-        exact = self._exact_roles(layer)
+        own = [spec for spec in self._stored.layer_specs(layer) if spec.expert is None]
+        exact = exact_roles(own)
         try:
             return {
                 role: decode_weight(parts, dtype=torch.float32 if role in exact else self._dtype)
@@ -128,15 +127,6 @@ class DeviceWalk:
     def release(self, loaded: Loaded) -> None:
         """Give a chunk of experts back."""
         self._reader.release(loaded)
-
-    def _exact_roles(self, layer: int) -> frozenset[str]:
-        """Return what the release stores in float32, and the model computes with in float32."""
-        config = self._stored.config
-        kind = (config.layer_kinds[layer], config.is_moe(layer))
-        if kind not in self._exact:
-            specs = self._stored.layer_specs(layer)
-            self._exact[kind] = frozenset(s.role for s in specs if s.dtype == "F32")
-        return self._exact[kind]
 
     def _take(self, layer: int) -> Loaded:
         loaded = self._reader.take()

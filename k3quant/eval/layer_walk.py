@@ -7,7 +7,7 @@ from torch import Tensor
 
 from k3quant.errors import ValuesError
 from k3quant.eval.prefetch import Prefetch
-from k3quant.eval.stored import LayerUnit, Parts, StoredTensors
+from k3quant.eval.stored import LayerUnit, Parts, StoredTensors, exact_roles
 from k3quant.eval.weights import decode_weight
 
 
@@ -75,8 +75,7 @@ class LayerWalk:
                 f"walk: expected layers and experts in order, got {(layer, expert)} where "
                 f"{(unit.layer, unit.expert)} comes next"
             )
-        # What the release stores in float32 the model computes with in float32.
-        exact = {spec.role for spec in unit.specs if spec.dtype == "F32"}
+        exact = exact_roles(unit.specs)
         try:
             return {
                 role: decode_weight(part, dtype=torch.float32 if role in exact else self._dtype)

@@ -33,6 +33,15 @@ class LayerUnit(NamedTuple):
     num_bytes: int
 
 
+def exact_roles(specs: Sequence[TensorSpec]) -> frozenset[str]:
+    """Return the roles that the release stores in float32 and the model computes with in float32.
+
+    A float32 scale beside smaller codes does not make a weight one of them.
+    """
+    smaller = {spec.role for spec in specs if spec.dtype != "F32"}
+    return frozenset(spec.role for spec in specs) - smaller
+
+
 class StoredTensors:
     """Reads tensors of the language model and counts the bytes; safe to use from any thread.
 
