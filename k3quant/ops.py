@@ -29,11 +29,12 @@ from k3quant.formats.mx import MX_BLOCK_SIZE, ScaleRounding
 from k3quant.formats.nvfp4_exponent import Needs
 from k3quant.formats.tiles import BlockShape
 from k3quant.models import delta_rule as delta_rules
-from k3quant.models import kda, norms, residual, router
+from k3quant.models import kda, mla, moe, norms, residual, router
 from k3quant.models import situ as situ_gate
-from k3quant.models.k3_config import MoeConfig
+from k3quant.models.k3_config import MlaConfig, MoeConfig
 
 if TYPE_CHECKING:
+    from k3quant.kernels.expert_tiles import SortedSlots
     from k3quant.kernels.moe_grouped_mm import PackedExperts
 
 _BLOCK_BYTES = MX_BLOCK_SIZE // 2
@@ -269,6 +270,59 @@ def routed_experts(
 
     return moe_grouped_mm(
         z, routing.topk_idx, routing.topk_weight, experts, beta=beta, linear_beta=linear_beta
+    )
+
+
+def expert_outputs(
+    z: Tensor,
+    order: "SortedSlots",
+    experts: "PackedExperts",
+    *,
+    beta: float,
+    linear_beta: float,
+    chunk_bytes: int,
+) -> Tensor:
+    """Return each sorted slot's output from MXFP4 weights; where, as `routed_experts`."""
+    from k3quant.kernels.moe_grouped_mm import expert_outputs as kernel
+
+    return kernel(z, order, experts, beta=beta, linear_beta=linear_beta, chunk_bytes=chunk_bytes)
+
+
+def add_outputs(out: Tensor, place: Tensor, weight: Tensor, total: Tensor, start: int) -> None:
+    """Add a run of sorted slots' outputs to their tokens' sums, as `moe.add_outputs`."""
+    if not out.is_cuda:
+        moe.add_outputs(out, place, weight, total, start)
+        return
+    from k3quant.kernels.moe_accumulate import moe_accumulate
+
+    moe_accumulate(out, place, weight, total, start)
+
+
+def attend(
+    queried: Tensor,
+    q_weight: Tensor,
+    latent: Tensor,
+    kv_weight: Tensor,
+    k_rope: Tensor,
+    config: MlaConfig,
+) -> Tensor:
+    """Attend causally to latent keys and values, as `mla.attend_in_blocks`.
+
+    On a GPU in bfloat16 by torch's fused attention; float32 takes the reference.
+    """
+    if not queried.is_cuda or queried.dtype is torch.float32:
+        return mla.attend_in_blocks(queried, q_weight, latent, kv_weight, k_rope, config)
+    from k3quant.kernels.mla_attention import mla_attend
+
+    return mla_attend(
+        queried,
+        q_weight,
+        latent,
+        kv_weight,
+        k_rope,
+        heads=config.num_heads,
+        nope=config.qk_nope_head_dim,
+        v_dim=config.v_head_dim,
     )
 
 

@@ -1,4 +1,4 @@
-"""Add some experts' outputs to each token's sum, by ascending slot; reference: models.moe."""
+"""Add some experts' outputs to each token's sum by slot; reference: models.moe.add_outputs."""
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
 

@@ -74,7 +74,7 @@ class PackedExperts:
 
 def pack_experts(w13: PackedWeight, w2: PackedWeight) -> PackedExperts:
     """Put a layer's experts together, looking at their scales once."""
-    largest = max(int(weight.scale_e8m0.max()) for weight in (w13, w2))
+    largest = int(torch.stack([weight.scale_e8m0.max() for weight in (w13, w2)]).max())
     return PackedExperts(w13=w13, w2=w2, largest_scale=largest)
 
 

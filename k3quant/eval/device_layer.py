@@ -15,9 +15,8 @@ from torch import Tensor
 from k3quant import ops
 from k3quant.eval.device_moe import routed_experts
 from k3quant.eval.device_walk import DeviceWalk
-from k3quant.models.k3_config import K3Config, LayerKind, MlaConfig, MoeConfig
+from k3quant.models.k3_config import K3Config, LayerKind, MoeConfig
 from k3quant.models.k3_layer import (
-    REFERENCE,
     Blocks,
     LayerCache,
     attention_half,
@@ -59,7 +58,7 @@ def device_blocks(config: K3Config, *, precise: bool) -> Blocks:
         convolve=ops.short_convolution,
         delta_rule=delta_rule,
         gated_norm=gated_norm,
-        attend=_attend if not precise else REFERENCE.attend,
+        attend=ops.attend,
         choose=choose,
         gate=_gate(config),
     )
@@ -70,30 +69,6 @@ def _gate(config: K3Config) -> Gate:
     if beta is None or linear_beta is None:
         return silu_gate
     return lambda gate, up: ops.situ(gate, up, beta=beta, linear_beta=linear_beta)
-
-
-def _attend(
-    queried: Tensor,
-    q_weight: Tensor,
-    latent: Tensor,
-    kv_weight: Tensor,
-    k_rope: Tensor,
-    mla: MlaConfig,
-) -> Tensor:
-    if not queried.is_cuda:
-        return REFERENCE.attend(queried, q_weight, latent, kv_weight, k_rope, mla)
-    from k3quant.kernels.mla_attention import mla_attend
-
-    return mla_attend(
-        queried,
-        q_weight,
-        latent,
-        kv_weight,
-        k_rope,
-        heads=mla.num_heads,
-        nope=mla.qk_nope_head_dim,
-        v_dim=mla.v_head_dim,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,13 +8,17 @@ Legend: N tokens, L width of the experts' space, k experts a token.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from math import prod
 
 import torch
 from torch import Tensor
 
+from k3quant import ops
 from k3quant.errors import ValuesError
-from k3quant.eval.weights import StoredPart, decode_weight
+from k3quant.eval.stored import place_name
+from k3quant.eval.weights import StoredPart, decode_weights
 from k3quant.formats.mx import E8M0_NAN
+from k3quant.kernels.expert_tiles import SortedSlots, sort_slots
 from k3quant.models.mlp import gated_mlp
 from k3quant.models.router import Routing
 from k3quant.models.situ import Gate
@@ -54,13 +58,9 @@ def routed_experts(
         ValuesError: A scale byte is NaN, or a weight overflows.
     """
     k = routing.topk_idx.shape[-1]
-    by_expert, slot = torch.sort(routing.topk_idx.flatten(), stable=True)
-    place = torch.empty_like(slot)
-    place[slot] = torch.arange(len(slot), device=slot.device)
-    place = place.view(routing.topk_idx.shape)
-    edge = torch.arange(num_experts + 1, device=slot.device)
-    edges = torch.searchsorted(by_expert, edge).tolist()
-    token = slot // k
+    order = sort_slots(routing.topk_idx, num_experts)
+    edges = order.offsets.tolist()
+    token = order.slot // k
     total = torch.zeros_like(z, dtype=torch.float32)
     weight = routing.topk_weight.contiguous()
     for loaded in chunks:
@@ -73,10 +73,10 @@ def routed_experts(
                 continue
             if betas is not None and _takes_kernels(loaded, z):
                 counts = [edges[e + 1] - edges[e] for e in loaded.chunk.experts[first:last]]
-                out = _from_packed(z, slot[start:end], k, loaded, first, last, counts, betas)
+                out = _from_packed(z, order.slot[start:end], k, loaded, first, last, counts, betas)
             else:
                 out = _one_by_one(z, token[start:end], loaded, first, last, edges, gate)
-            _add(out, place, weight, total, start)
+            ops.add_outputs(out, order.place, weight, total, start)
         release(loaded)
     return total.to(z.dtype)
 
@@ -120,31 +120,23 @@ def _from_packed(
     betas: tuple[float, float],
 ) -> Tensor:
     """Multiply MXFP4 weights as they lie in the arena."""
-    from k3quant.kernels.expert_tiles import SortedSlots
-    from k3quant.kernels.moe_grouped_mm import PackedExperts, PackedWeight, expert_outputs
+    from k3quant.kernels.moe_grouped_mm import PackedWeight, pack_experts
 
     def stack(role: str, part: str) -> Tensor:
         shape, start = loaded.chunk.stacks[role, part]
-        length = 1
-        for size in shape:
-            length *= size
-        return loaded.view(start, length, torch.uint8, shape)[first:last]
+        return loaded.view(start, prod(shape), torch.uint8, shape)[first:last]
 
     w13 = PackedWeight(stack("expert.w1", "weight_packed"), stack("expert.w1", "weight_scale"))
     w2 = PackedWeight(stack("expert.w2", "weight_packed"), stack("expert.w2", "weight_scale"))
-    largest = int(torch.stack([w.scale_e8m0.max() for w in (w13, w2)]).max())
-    if largest == E8M0_NAN:
+    experts = pack_experts(w13, w2)
+    if experts.largest_scale == E8M0_NAN:
         raise _nan_scale(loaded, first, w13.scale_e8m0, w2.scale_e8m0)
     offsets = torch.tensor([0, *counts], device=z.device).cumsum(0).int()
     # Only the width of `place` counts here: slots a token.
     order = SortedSlots(slot, slot.new_empty((0, k)), offsets)
-    return expert_outputs(
-        z,
-        order,
-        PackedExperts(w13=w13, w2=w2, largest_scale=largest),
-        beta=betas[0],
-        linear_beta=betas[1],
-        chunk_bytes=DECODED_BYTES,
+    beta, linear_beta = betas
+    return ops.expert_outputs(
+        z, order, experts, beta=beta, linear_beta=linear_beta, chunk_bytes=DECODED_BYTES
     )
 
 
@@ -164,39 +156,22 @@ def _one_by_one(
         mine = slice(edges[expert] - edges[experts[0]], edges[expert + 1] - edges[experts[0]])
         if mine.start == mine.stop:
             continue
-        try:
-            w = {
-                role: decode_weight(parts, dtype=z.dtype)
-                for role, parts in parts_of(loaded, expert)
-            }
-        except ValuesError as error:
-            where = f"layer {loaded.chunk.layer}, expert {expert}"
-            raise ValuesError(f"{where}: {error.message}", hint=error.hint) from error
+        w = decode_weights(
+            parts_of(loaded, expert), dtype=z.dtype, where=place_name(loaded.chunk.layer, expert)
+        )
         out[mine] = gated_mlp(
             z[token[mine]], w["expert.w1"], w["expert.w3"], w["expert.w2"], gate=gate
         )
     return out
 
 
-def parts_of(loaded: Loaded, expert: int | None) -> Iterator[tuple[str, Mapping[str, StoredPart]]]:
-    """Yield the stored parts of an expert, or of the layer's own tensors, by role."""
+def parts_of(loaded: Loaded, expert: int | None) -> Mapping[str, Mapping[str, StoredPart]]:
+    """Return the stored parts of an expert, or of the layer's own tensors, by role."""
     roles: dict[str, dict[str, StoredPart]] = {}
     for (role, part), place in loaded.chunk.places[expert].items():
         data = loaded.data[place.start : place.start + place.length]
         roles.setdefault(role, {})[part] = StoredPart(place.name, place.dtype, place.shape, data)
-    yield from roles.items()
-
-
-def _add(out: Tensor, place: Tensor, weight: Tensor, total: Tensor, start: int) -> None:
-    if out.is_cuda:
-        from k3quant.kernels.moe_accumulate import moe_accumulate
-
-        moe_accumulate(out, place, weight, total, start)
-        return
-    for j in range(place.shape[1]):
-        row = place[:, j] - start
-        mine = ((row >= 0) & (row < len(out))).nonzero()[:, 0]
-        total[mine] += out[row[mine]].float() * weight[mine, j, None]
+    return roles
 
 
 def _nan_scale(loaded: Loaded, first: int, *scales: Tensor) -> ValuesError:
@@ -205,7 +180,7 @@ def _nan_scale(loaded: Loaded, first: int, *scales: Tensor) -> ValuesError:
         if len(bad):
             expert = loaded.chunk.experts[first + int(bad[0])]
             return ValuesError(
-                f"layer {loaded.chunk.layer}, expert {expert}: expected finite scales, got NaN "
+                f"{place_name(loaded.chunk.layer, expert)}: expected finite scales, got NaN "
                 "(scale byte 255)",
                 hint="`k3quant verify --level values` names every tensor",
             )

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from k3quant.checkpoint.reader import Checkpoint
-from k3quant.errors import K3QuantError, ValuesError
+from k3quant.errors import K3QuantError
 from k3quant.eval.device_moe import parts_of
-from k3quant.eval.stored import StoredTensors, exact_roles
-from k3quant.eval.weights import decode_weight
+from k3quant.eval.stored import StoredTensors, exact_roles, place_name
+from k3quant.eval.weights import decode_weights
 from k3quant.models.k3_tensors import TensorSpec
 from k3quant.stream.budget import PIECE_BYTES, Budget
 from k3quant.stream.chunks import Chunk, Piece, expert_chunk, own_chunk
@@ -93,14 +93,12 @@ class DeviceWalk:
             self._reader.release(self._held)
         self._held = loaded = self._take(layer)
         own = [spec for spec in self._stored.layer_specs(layer) if spec.expert is None]
-        exact = exact_roles(own)
-        try:
-            return {
-                role: decode_weight(parts, dtype=torch.float32 if role in exact else self._dtype)
-                for role, parts in parts_of(loaded, None)
-            }
-        except ValuesError as error:
-            raise ValuesError(f"layer {layer}: {error.message}", hint=error.hint) from error
+        return decode_weights(
+            parts_of(loaded, None),
+            dtype=self._dtype,
+            exact=exact_roles(own),
+            where=place_name(layer, None),
+        )
 
     def experts(self, layer: int, wanted: Sequence[int]) -> Iterator[Mapping[str, Tensor]]:
         """Refuse: experts come in chunks here."""

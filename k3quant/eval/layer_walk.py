@@ -5,10 +5,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from k3quant.errors import ValuesError
 from k3quant.eval.prefetch import Prefetch
 from k3quant.eval.stored import LayerUnit, Parts, StoredTensors, exact_roles
-from k3quant.eval.weights import decode_weight
+from k3quant.eval.weights import decode_weights
 
 
 class LayerWalk:
@@ -75,12 +74,6 @@ class LayerWalk:
                 f"walk: expected layers and experts in order, got {(layer, expert)} where "
                 f"{(unit.layer, unit.expert)} comes next"
             )
-        exact = exact_roles(unit.specs)
-        try:
-            return {
-                role: decode_weight(part, dtype=torch.float32 if role in exact else self._dtype)
-                for role, part in parts.items()
-            }
-        except ValuesError as error:
-            where = f"layer {layer}" if expert is None else f"layer {layer}, expert {expert}"
-            raise ValuesError(f"{where}: {error.message}", hint=error.hint) from error
+        return decode_weights(
+            parts, dtype=self._dtype, exact=exact_roles(unit.specs), where=unit.where
+        )

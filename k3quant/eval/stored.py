@@ -32,6 +32,16 @@ class LayerUnit(NamedTuple):
     specs: tuple[TensorSpec, ...]
     num_bytes: int
 
+    @property
+    def where(self) -> str:
+        """Its place in the model, for messages."""
+        return place_name(self.layer, self.expert)
+
+
+def place_name(layer: int, expert: int | None) -> str:
+    """Return how messages name a layer, or one of its experts."""
+    return f"layer {layer}" if expert is None else f"layer {layer}, expert {expert}"
+
 
 def exact_roles(specs: Sequence[TensorSpec]) -> frozenset[str]:
     """Return the roles that the release stores in float32 and the model computes with in float32.
@@ -105,10 +115,7 @@ class StoredTensors:
         try:
             return self._read(unit.specs)
         except K3QuantError as error:
-            where = f"layer {unit.layer}"
-            if unit.expert is not None:
-                where += f", expert {unit.expert}"
-            raise type(error)(f"{where}: {error.message}", hint=error.hint) from error
+            raise type(error)(f"{unit.where}: {error.message}", hint=error.hint) from error
 
     def read_global(self, role: str) -> Mapping[str, StoredPart]:
         """Read a tensor outside the layers."""

@@ -1,6 +1,6 @@
 """From stored bytes to weights: the one place where an encoding of a weight is undone."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import NamedTuple
 
 import torch
@@ -67,6 +67,34 @@ def decode_weight(parts: Mapping[str, StoredPart], *, dtype: torch.dtype) -> Ten
         return decode_matrix(storage.name, tensors, shape, dtype=dtype)
     except ValuesError as error:
         raise ValuesError(f"{first}: {error.message}", hint=error.hint) from error
+
+
+def decode_weights(
+    roles: Mapping[str, Mapping[str, StoredPart]],
+    *,
+    dtype: torch.dtype,
+    exact: Container[str] = (),
+    where: str,
+) -> dict[str, Tensor]:
+    """Decode the weights of a layer or of an expert.
+
+    Args:
+        roles: Stored parts by role.
+        dtype: Dtype of the results.
+        exact: Roles that are decoded to float32 whatever `dtype` is.
+        where: Place in the model, for messages.
+
+    Raises:
+        SchemaError: The parts are of no known storage.
+        ValuesError: A scale byte is NaN, or a value overflows; says where.
+    """
+    try:
+        return {
+            role: decode_weight(parts, dtype=torch.float32 if role in exact else dtype)
+            for role, parts in roles.items()
+        }
+    except ValuesError as error:
+        raise ValuesError(f"{where}: {error.message}", hint=error.hint) from error
 
 
 def _logical_shape(parts: Mapping[str, StoredPart]) -> tuple[int, int]:

@@ -124,3 +124,19 @@ def routed_experts(z: Tensor, routing: Routing, experts: Experts, *, gate: Gate)
         total.index_add_(0, token[mine], out.float() * share[mine])
         start += count
     return total.to(z.dtype)
+
+
+def add_outputs(out: Tensor, place: Tensor, weight: Tensor, total: Tensor, start: int) -> None:
+    """Add the outputs of a run of slots sorted by expert to their tokens' sums.
+
+    Args:
+        out: `[rows, L]` outputs of the sorted slots from `start` on.
+        place: `[N, k]` int64 sorted position of each slot.
+        weight: `[N, k]` float32.
+        total: `[N, L]` float32; changed in place.
+        start: Sorted position of the first row.
+    """
+    for j in range(place.shape[1]):
+        row = place[:, j] - start
+        mine = ((row >= 0) & (row < len(out))).nonzero()[:, 0]
+        total[mine] += out[row[mine]].float() * weight[mine, j, None]

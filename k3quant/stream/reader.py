@@ -10,7 +10,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from queue import SimpleQueue
-from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
@@ -113,17 +112,6 @@ class ChunkReader:
         for thread in self._threads:
             thread.daemon = True
             thread.start()
-
-    def __enter__(self) -> "ChunkReader":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def take(self) -> Loaded:
         """Return the next chunk once the device may use it.
