@@ -9,12 +9,11 @@ from k3quant.checkpoint.folder import Source
 from k3quant.checkpoint.header import LENGTH_BYTES
 from k3quant.checkpoint.index import INDEX_FILE
 from k3quant.checkpoint.reader import CONFIG_FILE, Checkpoint, open_checkpoint
-from k3quant.errors import IncompleteError
 from k3quant.manifest import FileRecord, Manifest
 from k3quant.models.k3_config import looks_like_k3, read_config
 from k3quant.models.k3_counts import count_model
 from k3quant.progress import SILENT, Progress
-from k3quant.verify.stream import default_jobs, stream_shard
+from k3quant.verify.stream import default_jobs, hash_file
 
 SIDE_RECORD = "k3quant."
 """Our own records beside a checkpoint are no part of it."""
@@ -50,12 +49,7 @@ def create_manifest(
 
     def record(file: str) -> FileRecord:
         info = source.files[file]
-        digest = info.sha256
-        if digest is None:
-            found = stream_shard(source, file, spans=[], hashed=True, advance=progress.advance)
-            if found.sha256 is None:
-                raise IncompleteError(found.findings[0].message)
-            digest = found.sha256
+        digest = info.sha256 or hash_file(source, file, advance=progress.advance)
         header = checkpoint.headers.get(file)
         if header is None:
             return FileRecord(bytes=info.size, sha256=digest)

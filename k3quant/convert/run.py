@@ -35,7 +35,7 @@ from k3quant.convert.proof import PROOF_FILE, WeightProof, encode_proof, summari
 from k3quant.convert.supply import AllThere, Supply
 from k3quant.errors import RefusedError, ResourceError
 from k3quant.progress import SILENT, Progress
-from k3quant.verify.stream import default_jobs, stream_shard
+from k3quant.verify.stream import default_jobs, hash_file
 
 _COPY_BYTES = 1 << 20
 T = TypeVar("T")
@@ -281,7 +281,7 @@ class _SourceDigests:
         self._checkpoint = checkpoint
         self._supply = supply
         self._wanted = wanted
-        self._known: dict[str, str | None] = {}
+        self._known: dict[str, str] = {}
         self._locks: dict[str, Lock] = {file: Lock() for file in checkpoint.headers}
 
     def of(self, plan: FilePlan) -> dict[str, str | None]:
@@ -295,13 +295,9 @@ class _SourceDigests:
             return None
         with self._locks[file]:
             if file not in self._known:
-                self._known[file] = self._supply.digest_of(file) or self._read(file)
+                proven = self._supply.digest_of(file)
+                self._known[file] = proven or hash_file(self._checkpoint.source, file)
         return self._known[file]
-
-    def _read(self, file: str) -> str | None:
-        source = self._checkpoint.source
-        found = stream_shard(source, file, spans=[], hashed=True, advance=lambda _: None)
-        return found.sha256
 
 
 def _write_beside(

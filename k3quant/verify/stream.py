@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -67,19 +67,13 @@ def stream_shard(
     Returns:
         Digest and findings; a failed or short read is a finding, never an exception.
     """
-    size = source.files[file].size
     digest = hashlib.sha256() if hashed else None
     reader = _SpanReader(spans, stats)
-    buffer = np.empty(min(CHUNK_BYTES, max(size, 1)), dtype=np.uint8)
-    offset = 0
     try:
-        while offset < size:
-            piece = buffer[: min(CHUNK_BYTES, size - offset)]
-            source.read_into(file, offset, memoryview(piece.data))
+        for offset, piece in _pieces(source, file):
             if digest is not None:
                 digest.update(piece.data)
             reader.add(offset, piece)
-            offset += piece.size
             advance(piece.size)
     except IncompleteError as error:
         return _failed(file, error, "short-read")
@@ -90,6 +84,35 @@ def stream_shard(
         sha256=digest.hexdigest() if digest is not None else None,
         findings=tuple(reader.findings),
     )
+
+
+def hash_file(source: Source, file: str, *, advance: Callable[[int], None] = lambda _: None) -> str:
+    """Return a file's sha256 in hex.
+
+    Args:
+        source: The checkpoint's files.
+        file: The file.
+        advance: Told the bytes of each piece.
+
+    Raises:
+        IncompleteError: The file is gone, or ends too early.
+        ResourceError: The system refused the read.
+    """
+    digest = hashlib.sha256()
+    for _, piece in _pieces(source, file):
+        digest.update(piece.data)
+        advance(piece.size)
+    return digest.hexdigest()
+
+
+def _pieces(source: Source, file: str) -> Iterator[tuple[int, Bytes]]:
+    """Yield a file's bytes from start to end with their offsets; each piece in the same buffer."""
+    size = source.files[file].size
+    buffer = np.empty(min(CHUNK_BYTES, max(size, 1)), dtype=np.uint8)
+    for offset in range(0, size, CHUNK_BYTES):
+        piece = buffer[: min(CHUNK_BYTES, size - offset)]
+        source.read_into(file, offset, memoryview(piece.data))
+        yield offset, piece
 
 
 class _SpanReader:

@@ -13,7 +13,7 @@ from k3quant.checkpoint.reader import Checkpoint, open_checkpoint
 from k3quant.convert.plan import plan_export
 from k3quant.convert.recipe import Recipe, built_in_recipes, load_recipe, parse_recipe, recipe_for
 from k3quant.convert.run import ConvertResult, ConvertSettings, run_convert
-from k3quant.errors import IncompleteError, RefusedError, SchemaError, UsageError
+from k3quant.errors import IncompleteError, RefusedError, ResourceError, SchemaError, UsageError
 from k3quant.formats.mx import ScaleRounding
 from k3quant.formats.mxfp4 import dequantize_mxfp4
 from k3quant.schemes.ct_match import read_matcher
@@ -258,6 +258,24 @@ def test_second_run_writes_nothing_again(nano: Path, tmp_path: Path) -> None:
     assert stamps == {
         p.name: p.stat().st_mtime_ns for p in (tmp_path / "out").glob("*.safetensors")
     }
+
+
+def test_source_shard_that_cannot_be_hashed_stops_the_run(
+    nano: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = LocalFolder.read_into
+
+    def fail_at_the_start(self: LocalFolder, file: str, offset: int, buffer: memoryview) -> None:
+        # Tensors lie behind the header: only a whole read begins here.
+        if offset == 0 and file == "model-00003-of-000012.safetensors":
+            raise ResourceError(f"{file}: expected to read it, got input/output error")
+        read(self, file, offset, buffer)
+
+    monkeypatch.setattr(LocalFolder, "read_into", fail_at_the_start)
+    with pytest.raises(ResourceError, match=r"model-00003.*input/output error"):
+        export(nano, tmp_path / "out", recipe("nvfp4"))
+    assert not (tmp_path / "out" / "k3quant.proof.json").exists()
+    assert not (tmp_path / "out" / "model.safetensors.index.json").exists()
 
 
 def test_missing_tensor_is_named(cases: Path, tmp_path: Path) -> None:
