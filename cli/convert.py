@@ -184,9 +184,10 @@ def _run(
     *,
     dry_run: bool,
 ) -> None:
-    if source.startswith("hf://"):
-        place = f"{source}@{revision}" if revision and "@" not in source else source
-        _run_from_hub(say, place, out, make_plan, settings, manifest, dry_run=dry_run)
+    from k3quant.hub.reference import is_reference
+
+    if is_reference(source):
+        _run_from_hub(say, source, out, make_plan, settings, revision, manifest, dry_run=dry_run)
         return
     from k3quant.checkpoint.reader import open_checkpoint
     from k3quant.convert.run import run_convert
@@ -211,6 +212,7 @@ def _run_from_hub(
     out: Path,
     make_plan: Plan,
     settings: "ConvertSettings",
+    revision: str | None,
     manifest: str | None,
     *,
     dry_run: bool,
@@ -223,7 +225,8 @@ def _run_from_hub(
     from k3quant.sizes import format_size
 
     known = load_manifest(manifest) if manifest else None
-    hub = open_from_hub(parse_reference(place), out, DownloadSettings(manifest=known))
+    reference = parse_reference(place, revision)
+    hub = open_from_hub(reference, out, DownloadSettings(manifest=known))
     try:
         plan = make_plan(hub.checkpoint)
         arrival = plan_from_hub(hub, out, plan)

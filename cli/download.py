@@ -68,8 +68,7 @@ def download(
         from k3quant.report import Report
         from k3quant.sizes import format_size, parse_size
 
-        place = f"{repository}@{revision}" if revision and "@" not in repository else repository
-        reference = parse_reference(place)
+        reference = parse_reference(repository, revision)
         settings = DownloadSettings(
             include=tuple(include or ()),
             layers=parse_range(layers, "--layers"),

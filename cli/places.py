@@ -20,7 +20,8 @@ def open_source(place: str, revision: str | None = None) -> tuple[Source, str | 
     """
     if not place.startswith("hf://"):
         return LocalFolder(Path(place)), None, None
+    from k3quant.hub.reference import parse_reference
     from k3quant.hub.source import HubSource
 
-    source = HubSource(f"{place}@{revision}" if revision and "@" not in place else place)
+    source = HubSource(parse_reference(place, revision))
     return source, source.reference.repository, source.reference.revision

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from k3quant.checkpoint.output_file import Buffer, OutputFile, free_bytes
 from k3quant.checkpoint.reader import Checkpoint
-from k3quant.convert.export_plan import ExportPlan, Unit
+from k3quant.convert.export_plan import ExportPlan, Unit, unit_bytes
 from k3quant.verify.stream import default_jobs
 
 _WRITE_BYTES = 256 << 20
@@ -82,13 +82,10 @@ def estimate(
 def _seconds_of(checkpoint: Checkpoint, units: list[Unit]) -> float:
     """Return the seconds of all units of a kind, by the bytes of one that was timed."""
 
-    def source_bytes(unit: Unit) -> int:
-        return sum(checkpoint.entry(name).length for name in unit.sources)
-
     def drop(tensor: str, offset: int, buffer: Buffer) -> None:
         """Throw away what was made."""
 
-    sizes = [(source_bytes(unit), place) for place, unit in enumerate(units)]
+    sizes = [(unit_bytes(checkpoint, unit), place) for place, unit in enumerate(units)]
     size, place = min((s for s in sizes if s[0] >= _TYPICAL_BYTES), default=max(sizes))
     units[place].run(checkpoint, drop)
     began = time.perf_counter()

@@ -33,6 +33,11 @@ class Unit(Protocol):
         """
 
 
+def unit_bytes(checkpoint: Checkpoint, unit: Unit) -> int:
+    """Return the bytes of a unit's source tensors."""
+    return sum(checkpoint.entry(name).length for name in unit.sources)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilePlan:
     """One output file.

@@ -30,7 +30,7 @@ from k3quant.checkpoint.output_file import (
 from k3quant.checkpoint.reader import Checkpoint
 from k3quant.convert.buffers import scratch
 from k3quant.convert.card import CARD_FILE, encode_card
-from k3quant.convert.export_plan import ExportPlan, FilePlan, Unit
+from k3quant.convert.export_plan import ExportPlan, FilePlan, Unit, unit_bytes
 from k3quant.convert.proof import PROOF_FILE, WeightProof, encode_proof, summarize
 from k3quant.convert.supply import AllThere, Supply
 from k3quant.errors import RefusedError, ResourceError
@@ -213,7 +213,7 @@ def _write_file(
             except BaseException:
                 failed.set()
                 raise
-            progress.advance(sum(checkpoint.entry(name).length for name in unit.sources))
+            progress.advance(unit_bytes(checkpoint, unit))
             return made
 
         running = [workers.submit(run, unit) for unit in plan.units]
@@ -271,7 +271,7 @@ def _refuse_loss(proofs: Any) -> None:
 
 
 def _source_bytes(checkpoint: Checkpoint, plan: FilePlan) -> int:
-    return sum(checkpoint.entry(name).length for unit in plan.units for name in unit.sources)
+    return sum(unit_bytes(checkpoint, unit) for unit in plan.units)
 
 
 class _SourceDigests:

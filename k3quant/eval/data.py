@@ -218,7 +218,7 @@ def _passes(
     for together in plan_passes(
         windows,
         sides[0].model.config,
-        ram_bytes=settings.ram_bytes,
+        ram_bytes=settings.pass_bytes,
         ahead_bytes=settings.ahead_bytes,
         walks=len(sides),
     ):

@@ -3,7 +3,6 @@
 Quantization that hurts vision shows first in the features, then in the rows of media tokens.
 """
 
-import math
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from k3quant.eval.divergence import LayerDivergence
+from k3quant.eval.divergence import Choices, LayerDivergence, layer_divergence
 from k3quant.eval.executor import walk_layers
 from k3quant.eval.source import Model
 from k3quant.eval.windows import Ids
@@ -72,30 +71,7 @@ class Sums:
 
     def result(self, kind: int, layer: int) -> LayerDivergence:
         """Return relative error and cosine of a kind; None where they mean nothing."""
-        reference, candidate, product, difference = self.totals[kind].tolist()
-        norms = math.sqrt(reference * candidate)
-        rel_error: float | None = None
-        if reference > 0:
-            rel_error = math.sqrt(difference / reference)
-        elif difference == 0:
-            rel_error = 0.0
-        cosine = product / norms if norms > 0 else None
-        return LayerDivergence(layer=layer, rel_error=rel_error, cosine=cosine)
-
-
-@dataclass(slots=True)
-class _Choices:
-    """Keeps the experts that the last layer's router chose."""
-
-    last: Tensor | None = None
-
-    def tap(self, name: str, value: Tensor) -> None:
-        if name.endswith(".topk_ids"):
-            self.last = value
-
-    def take(self) -> Tensor | None:
-        last, self.last = self.last, None
-        return last
+        return layer_divergence(layer, *self.totals[kind].tolist())
 
 
 @dataclass(slots=True)
@@ -139,7 +115,7 @@ class DataMeter:
         Returns:
             The last streams, the candidate's first.
         """
-        ours, theirs = _Choices(), _Choices()
+        ours, theirs = Choices(), Choices()
         walks = [
             walk_layers(model, inputs, mlp_tap=choices.tap, progress=progress, embedding=stream)
             for model, choices, stream in (

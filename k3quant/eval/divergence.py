@@ -58,6 +58,21 @@ class LayerDivergence:
     cosine: float | None
 
 
+def layer_divergence(
+    layer: int, reference: float, candidate: float, product: float, difference: float
+) -> LayerDivergence:
+    """Return relative error and cosine from sums of |r|^2, |c|^2, r c and |c - r|^2."""
+    norms = math.sqrt(reference * candidate)
+    rel_error: float | None = None
+    if reference > 0:
+        rel_error = math.sqrt(difference / reference)
+    elif difference == 0:
+        rel_error = 0.0
+    return LayerDivergence(
+        layer=layer, rel_error=rel_error, cosine=product / norms if norms > 0 else None
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
     """What a comparison found.
@@ -140,14 +155,8 @@ class _Sums:
         self.difference += found[3]
 
     def result(self, layer: int) -> LayerDivergence:
-        norms = math.sqrt(self.reference * self.candidate)
-        rel_error: float | None = None
-        if self.reference > 0:
-            rel_error = math.sqrt(self.difference / self.reference)
-        elif self.difference == 0:
-            rel_error = 0.0
-        return LayerDivergence(
-            layer=layer, rel_error=rel_error, cosine=self.product / norms if norms > 0 else None
+        return layer_divergence(
+            layer, self.reference, self.candidate, self.product, self.difference
         )
 
 
@@ -171,17 +180,19 @@ class _Agreement:
         return self.same / self.chosen if self.comparable and self.chosen else None
 
 
-class _Choices:
+class Choices:
     """Keeps the experts that the last layer's router chose."""
 
     def __init__(self) -> None:
         self.last: Tensor | None = None
 
     def tap(self, name: str, value: Tensor) -> None:
+        """Take in an intermediate of a layer's MLP half."""
         if name.endswith(".topk_ids"):
             self.last = value
 
     def take(self) -> Tensor | None:
+        """Return `[N, k]` of the last layer, once; None where it routes nothing."""
         last, self.last = self.last, None
         return last
 
@@ -245,7 +256,7 @@ class DivergenceMeter:
 
     def _walk(self, windows: Sequence[Window], progress: Progress) -> tuple[Residual, Residual]:
         inputs = [window.inputs for window in windows]
-        theirs, ours = _Choices(), _Choices()
+        theirs, ours = Choices(), Choices()
         with (
             closing(
                 walk_layers(self.reference, inputs, mlp_tap=theirs.tap, progress=progress)

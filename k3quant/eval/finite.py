@@ -1,5 +1,7 @@
 """Values that are not finite are refused, and the tensor they come from is named."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -19,10 +21,23 @@ def check_finite(values: Tensor, model: Model, layer: int | None, where: str) ->
     Raises:
         ValuesError: A value is NaN or infinite.
     """
-    found = count_non_finite(values)
+    refuse_non_finite(count_non_finite(values), lambda: model.find_non_finite(layer), where)
+
+
+def refuse_non_finite(found: int, find: Callable[[], tuple[str, int] | None], where: str) -> None:
+    """Refuse values that are not finite, and name the tensor they come from.
+
+    Args:
+        found: How many values are NaN or infinite.
+        find: Looks for the first weight that took part and holds such values, and counts them.
+        where: Place in the model, for the message.
+
+    Raises:
+        ValuesError: Any were found.
+    """
     if not found:
         return
-    guilty = model.find_non_finite(layer)
+    guilty = find()
     because = "every weight there is finite"
     if guilty is not None:
         because = f"tensor {guilty[0]} holds {guilty[1]} such values"

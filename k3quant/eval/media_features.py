@@ -13,8 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from k3quant.eval.finite import count_non_finite
-from k3quant.eval.media_weights import VisionWeights, refuse_non_finite
+from k3quant.eval.finite import count_non_finite, refuse_non_finite
+from k3quant.eval.media_weights import VisionWeights
 from k3quant.models.tap import Tap
 from k3quant.models.vision import embed_patches, finish_tower, vision_block
 from k3quant.models.vision_grid import Grid, check_grid
@@ -127,4 +127,4 @@ def _report(tap: Tap | None, name: str, streams: Sequence[Tensor]) -> None:
 
 def _check(weights: VisionWeights, place: int, where: str, streams: Sequence[Tensor]) -> None:
     found = sum(count_non_finite(stream) for stream in streams)
-    refuse_non_finite(found, weights, place, where)
+    refuse_non_finite(found, lambda: weights.find_non_finite(place), where)

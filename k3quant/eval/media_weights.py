@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from k3quant.checkpoint.reader import Checkpoint
-from k3quant.errors import RefusedError, SchemaError, ValuesError
+from k3quant.errors import RefusedError, SchemaError
 from k3quant.eval.prefetch import Prefetch
 from k3quant.eval.weights import StoredPart, decode_weight
 from k3quant.models.k3_config import K3Config, VisionConfig
@@ -137,27 +137,3 @@ class VisionWeights:
             part = StoredPart(spec.name, entry.dtype, entry.shape, data)
             parts.setdefault(spec.role, {})[spec.part] = part
         return parts
-
-
-def refuse_non_finite(found: int, weights: VisionWeights, place: int, where: str) -> None:
-    """Refuse activations that are not finite, and name the tensor they come from.
-
-    Args:
-        found: How many values are NaN or infinite.
-        weights: The tower's weights.
-        place: Unit of the walk that took part.
-        where: Place in the tower, for the message.
-
-    Raises:
-        ValuesError: Any were found.
-    """
-    if not found:
-        return
-    guilty = weights.find_non_finite(place)
-    because = "every weight there is finite"
-    if guilty is not None:
-        because = f"tensor {guilty[0]} holds {guilty[1]} such values"
-    raise ValuesError(
-        f"{where}: expected finite values, got {found} that are NaN or infinite; {because}",
-        hint="`k3quant verify --level values` checks every tensor",
-    )

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from k3quant.checkpoint.reader import open_checkpoint
+from k3quant.checkpoint.reader import Checkpoint, open_checkpoint
 from k3quant.checkpoint.writer import ShardWriter
 from k3quant.errors import IncompleteError, ResourceError, UsageError
 from k3quant.eval.checkpoint_model import CheckpointModel
@@ -82,6 +82,11 @@ class EvalSettings:
             raise UsageError("vram: expected --device cuda with it, got cpu")
         if self.read_threads < 1:
             raise UsageError(f"read_threads: expected at least 1, got {self.read_threads}")
+
+    @property
+    def pass_bytes(self) -> int | None:
+        """Bound that tokens are cut into passes by; a device plans for all of them at once."""
+        return self.ram_bytes if self.device == "cpu" else None
 
     @property
     def step(self) -> int:
@@ -226,8 +231,12 @@ def evaluate(
 
 def open_model(folder: Path, settings: EvalSettings, *, share: int = 1) -> OpenModel:
     """Open a checkpoint for evaluation; `share` walks divide budgets and what is read ahead."""
+    return model_of(open_checkpoint(folder), settings, share=share)
+
+
+def model_of(checkpoint: Checkpoint, settings: EvalSettings, *, share: int = 1) -> OpenModel:
+    """Return an opened checkpoint as a model, as `open_model`."""
     dtype = torch.float32 if settings.dtype == "float32" else torch.bfloat16
-    checkpoint = open_checkpoint(folder)
     if settings.device == "cuda":
         return DeviceModel(
             checkpoint,
@@ -306,8 +315,7 @@ def _score(
         plan_passes(
             windows,
             model.config,
-            # A device's model plans its own memory and takes all tokens in one pass.
-            ram_bytes=settings.ram_bytes if settings.device == "cpu" else None,
+            ram_bytes=settings.pass_bytes,
             ahead_bytes=settings.ahead_bytes,
             walks=1 if meter is None else 2,
         )

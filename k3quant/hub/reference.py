@@ -50,12 +50,18 @@ def is_reference(text: str) -> bool:
     return text.startswith(SCHEME)
 
 
-def parse_reference(text: str) -> Reference:
-    """Parse `hf://org/name@revision`; the scheme and the revision (`main`) may be left out.
+def parse_reference(text: str, revision: str | None = None) -> Reference:
+    """Parse `hf://org/name@revision`; the scheme and the revision may be left out.
+
+    Args:
+        text: The reference.
+        revision: Revision where the text names none; None is `main`.
 
     Raises:
         UsageError: It is no such text.
     """
+    if revision and "@" not in text:
+        text = f"{text}@{revision}"
     match = _REFERENCE.fullmatch(text)
     if match is None or any(part in {".", ".."} for part in match[1].split("/")):
         raise UsageError(
