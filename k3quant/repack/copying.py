@@ -64,8 +64,8 @@ class ShardCopier:
                 self._copy(output, span.file, span.offset, span.target, span.length)
         return output.written
 
-    def copy_file(self, source: Path, path: Path) -> WrittenFile:
-        """Copy a whole file under another folder.
+    def copy_file(self, file: str, path: Path) -> WrittenFile:
+        """Copy a whole source file.
 
         Raises:
             IncompleteError: The source is gone or shrank.
@@ -73,12 +73,12 @@ class ShardCopier:
         """
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            size = source.stat().st_size
+            size = self._locate(file).stat().st_size
         except OSError as error:
-            raise read_error(source.name, error) from error
+            raise read_error(file, error) from error
         with OutputFile(path, size=size) as output:
-            self._copy(output, str(source), 0, 0, size)
-        self.close(str(source))
+            self._copy(output, file, 0, 0, size)
+        self.close(file)
         return output.written
 
     def open(self, file: str) -> int:

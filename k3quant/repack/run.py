@@ -151,7 +151,7 @@ def _write_all(
     write_shards(write, plan.shards.files, jobs=jobs, advance=progress.advance)
     with ShardCopier(lambda file: source / file, SILENT.advance) as copier:
         for file in plan.sidecars.copied:
-            copier.copy_file(source / file, out / file)
+            copier.copy_file(file, out / file)
     total = {str(way): sum(copied[way] for copied in ways) for way in CopyWay}
     return {way: count for way, count in total.items() if count}
 

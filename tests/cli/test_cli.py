@@ -216,3 +216,20 @@ def test_readme_documents_every_command() -> None:
     for command in app.registered_commands:
         name = command.name or command.callback.__name__  # type: ignore[union-attr]
         assert f"k3quant {name}" in readme or name == "demo"
+
+
+def test_folders_may_be_named_relative_to_the_working_folder(
+    nano: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(nano, tmp_path / "nano")
+    shutil.copytree(nano, tmp_path / "own")
+    monkeypatch.chdir(tmp_path)
+    document("repack", "nano", "--out", "ranks", "--by", "expert-rank:2")
+    document("repack", "nano", "--out", "linked", "--by", "original", "--link")
+    document("repack", "nano", "--out", "cut", "--layers", "0-3")
+    document("convert", "nano", "--out", "nvfp4", "--to", "nvfp4")
+    document("manifest", "create", "nano", "--out", "nano.json")
+    document("verify", "nano", "--manifest", "nano.json")
+    document("repack", "own", "--max-shard-size", "1MB", "--in-place")
+    for folder in ("nano", "own", "ranks", "linked", "cut", "nvfp4"):
+        assert document("verify", folder)["ok"]
