@@ -55,6 +55,31 @@ class Loaded:
         return self.data[start : start + length].view(dtype).view(shape)
 
 
+class _Turns:
+    """The interpreter's switch interval, short while any reader is open."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._readers = 0
+        self._before = 0.0
+
+    def shorten(self) -> None:
+        with self._lock:
+            if not self._readers:
+                self._before = sys.getswitchinterval()
+                sys.setswitchinterval(SWITCH_SECONDS)
+            self._readers += 1
+
+    def restore(self) -> None:
+        with self._lock:
+            self._readers -= 1
+            if not self._readers:
+                sys.setswitchinterval(self._before)
+
+
+_TURNS = _Turns()
+
+
 class ChunkReader:
     """Loads chunks in order, each into a free arena of its kind."""
 
@@ -102,8 +127,7 @@ class ChunkReader:
         self._planned_all = False
         self._closing = False
         self._fault: BaseException | None = None
-        self._interval = sys.getswitchinterval()
-        sys.setswitchinterval(SWITCH_SECONDS)
+        _TURNS.shorten()
         self._threads = [
             threading.Thread(target=self._fill, args=(piece_bytes,), name="k3quant-read")
             for _ in range(threads)
@@ -154,7 +178,7 @@ class ChunkReader:
             self._stream.synchronize()
         self._free.clear()  # and with it the arenas
         self._ahead.clear()
-        sys.setswitchinterval(self._interval)
+        _TURNS.restore()
 
     def _plan(self) -> None:
         try:
