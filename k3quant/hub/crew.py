@@ -43,7 +43,7 @@ class Crew:
         self._client = client
         self._waiting = deque(transfers)
         self._all = transfers
-        self._begun: list[FileTransfer] = []
+        self._begun: set[FileTransfer] = set()
         self._landed = landed
         self._may_begin = may_begin
         self._changed = Condition()
@@ -106,15 +106,27 @@ class Crew:
         """Return a file that nobody has begun, or one that can use help."""
         with self._changed:
             while self._unsettled and not self._client.stop.is_set():
-                helped = [t for t in self._begun if self._can_help(t)]
-                if helped and self._may_begin is not None:
+                helped = [t for t in self._all if t in self._begun and self._can_help(t)]
+                if self._may_begin is None:
+                    if self._waiting:
+                        return self._waiting.popleft()
+                    if helped:
+                        return max(helped, key=lambda t: t.num_free)
+                elif helped and not self._begins_before(helped[0]):
                     return helped[0]
-                if self._waiting and (self._may_begin is None or self._may_begin(self._waiting[0])):
+                elif not helped and self._waiting and self._may_begin(self._waiting[0]):
                     return self._waiting.popleft()
-                if helped:
-                    return max(helped, key=lambda t: t.num_free)
                 self._changed.wait(_LOOK_AGAIN)
         return None
+
+    def _begins_before(self, transfer: FileTransfer) -> bool:
+        """Return whether a file in front of this one was taken and is just being opened."""
+        for other in self._all:
+            if other is transfer:
+                return False
+            if other in self._unsettled - self._begun and other not in self._waiting:
+                return True
+        return False
 
     def _can_help(self, transfer: FileTransfer) -> bool:
         # A server that ignores ranges would send the whole file to each helper.
@@ -127,7 +139,8 @@ class Crew:
         else:
             transfer.begin()
             with self._changed:
-                self._begun.append(transfer)
+                self._begun.add(transfer)
+                self._changed.notify_all()
             piece = transfer.claim_first()
         while piece is not None:
             transfer.fetch(piece)
@@ -142,8 +155,7 @@ class Crew:
                 return
             self._unsettled.remove(transfer)
             transfer.over = True
-            if transfer in self._begun:
-                self._begun.remove(transfer)
+            self._begun.discard(transfer)
             if error is not None:
                 self.failed.append((transfer, error))
             else:

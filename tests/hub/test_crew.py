@@ -2,6 +2,9 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event, Lock
+from time import sleep
+from types import SimpleNamespace
 from typing import Any
 
 from k3quant.hub.crew import Crew
@@ -51,14 +54,60 @@ def land(
     return seen
 
 
-def test_connections_finish_first_what_was_begun_first(
-    hub: Any, repo: Any, toy: Toy, settings: DownloadSettings, out: Path
-) -> None:
-    repo.commit(toy(SIZE))
-    hub.bytes_per_second = 1e6
-    first, second, _ = land(settings, out, lambda _: lambda _: True)
-    assert first[SHARDS[0]] > SIZE > 2 * first[SHARDS[2]]
-    assert second[SHARDS[1]] > SIZE > second[SHARDS[2]]
+class Pieces:
+    """A transfer without a network: so many pieces, and what was free elsewhere at each help."""
+
+    def __init__(self, before: "list[Pieces]", *, pieces: int, slow_to_begin: float) -> None:
+        self.content = SimpleNamespace(may_be_shared=True)
+        self.over = False
+        self.proof: object | None = None
+        self.helped_while_free: list[int] = []
+        self._before = list(before)
+        self._slow_to_begin = slow_to_begin
+        self._lock = Lock()
+        self._free = self._missing = pieces
+
+    @property
+    def num_free(self) -> int:
+        return self._free
+
+    def begin(self) -> None:
+        sleep(self._slow_to_begin)
+
+    def end(self) -> None: ...
+
+    def claim_far(self) -> int | None:
+        self.helped_while_free += [t.num_free for t in self._before]
+        return self.claim_first()
+
+    def claim_first(self) -> int | None:
+        with self._lock:
+            if not self._free:
+                return None
+            self._free -= 1
+            return self._free
+
+    def fetch(self, piece: int) -> None:
+        sleep(0.001)
+        with self._lock:
+            self._missing -= 1
+            if not self._missing:
+                self.proof = object()
+
+
+def test_connections_help_a_file_only_when_those_before_it_need_none() -> None:
+    first = Pieces([], pieces=40, slow_to_begin=0.05)
+    second = Pieces([first], pieces=400, slow_to_begin=0.0)
+    third = Pieces([first, second], pieces=400, slow_to_begin=0.0)
+    landed: list[Pieces] = []
+    client = SimpleNamespace(stop=Event(), close=lambda: None)
+    Crew(
+        client, [first, second, third], jobs=8, landed=landed.append, may_begin=lambda _: True
+    ).run()  # type: ignore[arg-type]
+    assert len(landed) == 3
+    assert second.helped_while_free
+    assert max(second.helped_while_free) < 2
+    assert max(third.helped_while_free, default=0) < 2
 
 
 def test_file_waits_until_it_may_begin(
