@@ -39,8 +39,34 @@ def evaluate(
         str | None, typer.Option("--vram", help="Device memory budget, such as 20GB.")
     ] = None,
     ram: Annotated[str | None, typer.Option("--ram", help="Memory budget, such as 40GB.")] = None,
+    teacher_forced: Annotated[
+        bool,
+        typer.Option(
+            "--teacher-forced/--no-teacher-forced",
+            help="Also feed each layer with the reference's stream: which one is to blame?",
+        ),
+    ] = True,
+    noise_floor: Annotated[
+        bool,
+        typer.Option("--noise-floor", help="Also measure the reference against its own rounding."),
+    ] = False,
+    state: Annotated[
+        Path | None, typer.Option("--state", help="Folder to resume from, layer by layer.")
+    ] = None,
+    save_hidden: Annotated[
+        Path | None, typer.Option("--save-hidden", help="Keep what lm_head reads in this file.")
+    ] = None,
+    hidden: Annotated[
+        Path | None, typer.Option("--hidden", help="Such a file: redo the head without a walk.")
+    ] = None,
+    reference_hidden: Annotated[
+        Path | None, typer.Option("--reference-hidden", help="The reference's file beside it.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", help="Write the report to this file.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Write the report as one web page.")
     ] = None,
     json: JsonOpt = False,
     quiet: QuietOpt = False,
@@ -50,11 +76,12 @@ def evaluate(
     Example: k3quant eval ./kimi-k3-nvfp4 --text eval.txt --reference ./kimi-k3
     """
     with session("eval", json=json, quiet=quiet) as say:
+        from k3quant.cli.eval_lines import eval_lines
         from k3quant.errors import UsageError
-        from k3quant.eval.perplexity import EvalSettings
         from k3quant.eval.perplexity import evaluate as run
+        from k3quant.eval.settings import EvalSettings
         from k3quant.report import Report
-        from k3quant.sizes import format_size, parse_size
+        from k3quant.sizes import parse_size
 
         settings = EvalSettings(
             ctx=ctx,
@@ -64,43 +91,49 @@ def evaluate(
             device=device,  # type: ignore[arg-type]
             vram_bytes=parse_size(vram) if vram else None,
             ram_bytes=parse_size(ram) if ram else None,
+            teacher_forced=teacher_forced,
+            noise_floor=noise_floor,
         )
+        given = [x for x in (text, tokens, data, hidden) if x is not None]
+        if len(given) > 1:
+            raise UsageError("eval: expected one of --text, --tokens, --data and --hidden")
+        if data is not None or hidden is not None:
+            extras = [noise_floor, state, save_hidden, html]
+            if any(extras):
+                raise UsageError(
+                    "eval: expected neither --noise-floor, --state, --save-hidden nor --html with "
+                    "--data or --hidden"
+                )
         if data is not None:
             from k3quant.cli.eval_data import score_data
 
-            if text is not None or tokens is not None:
-                raise UsageError("eval: expected one of --text, --tokens and --data")
             score_data(say, checkpoint, data, reference=reference, settings=settings, out=out)
+        if hidden is not None or reference_hidden is not None:
+            from k3quant.cli.eval_hidden import score_states
+
+            sides = (checkpoint, hidden), (reference, reference_hidden)
+            score_states(say, *sides, settings=settings, out=out)
         result = run(
             checkpoint,
             text=text,
             tokens=tokens,
             reference=reference,
             settings=settings,
+            state=state,
+            save_hidden=save_hidden,
             progress=say.progress(),
         )
-        found = result.to_json()
-        report = Report(command="eval", summary=found)
+        report = Report(command="eval", summary=result.to_json())
         if out is not None:
             from k3quant.checkpoint.writer import atomic_write
 
             atomic_write(out, report.encode())
-        lines = [
-            f"perplexity   {result.ppl:.4f}",
-            f"nll          {result.nll_mean:.6f} nats over {result.tokens_scored:,} tokens",
-            f"windows      {result.windows} of {ctx}, stride {settings.step}",
-            f"read         {format_size(result.bytes_read)} in {result.seconds:.1f} s",
-        ]
-        if result.divergence is not None:
-            kl = result.divergence
-            worst = max(kl.layers, key=lambda layer: layer.rel_error or 0.0)
-            router = "none" if kl.router_agreement is None else f"{kl.router_agreement:.4f}"
-            lines += [
-                f"KL           mean {kl.kld_mean:.3g}, p99 {kl.kld_p99:.3g} nats",
-                f"agreement    top-1 {kl.top1_agreement:.4f}, router {router}",
-                f"layers       worst {worst.layer}: relative error {worst.rel_error or 0.0:.3g}",
-            ]
-        say.report(report, lines)
+        if html is not None:
+            from k3quant.checkpoint.writer import atomic_write
+            from k3quant.eval.report_page import eval_page
+
+            atomic_write(html, eval_page(report.to_json()).encode())
+        say.report(report, eval_lines(result))
 
 
 def trace(
@@ -123,7 +156,7 @@ def trace(
     """
     with session("trace", json=json, quiet=quiet) as say:
         from k3quant.cli.options import parse_range
-        from k3quant.eval.perplexity import EvalSettings
+        from k3quant.eval.settings import EvalSettings
         from k3quant.eval.trace import TraceSettings
         from k3quant.eval.trace import trace as run
         from k3quant.sizes import format_size

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from k3quant.cli.output import Output
     from k3quant.eval.data_report import DataResult
-    from k3quant.eval.perplexity import EvalSettings
+    from k3quant.eval.settings import EvalSettings
 
 _SHOWN = 20
 

@@ -12,6 +12,7 @@ from k3quant.cli.download import download
 from k3quant.cli.eval import evaluate, trace
 from k3quant.cli.inspect import inspect
 from k3quant.cli.repack import repack, synth
+from k3quant.cli.report import report
 from k3quant.cli.tokens import tokens
 from k3quant.cli.verify import verify
 
@@ -24,7 +25,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in (
-    inspect, verify, download, repack, convert, requantize, trace, tokens, synth, demo,
+    inspect, verify, download, repack, convert, requantize, trace, report, tokens, synth,
+    demo,
 ):  # fmt: skip
     app.command()(command)
 app.command("eval")(evaluate)

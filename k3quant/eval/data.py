@@ -18,13 +18,14 @@ from k3quant.eval.data_divergence import KINDS, DataMeter, Sums
 from k3quant.eval.data_lines import DataLine
 from k3quant.eval.data_report import DataDivergence, DataResult, LineScore
 from k3quant.eval.data_side import DataSide, open_side
-from k3quant.eval.divergence import check_comparable, percentile
+from k3quant.eval.divergence import check_comparable
 from k3quant.eval.executor import finish, walk_layers
 from k3quant.eval.finite import check_finite
 from k3quant.eval.head import negative_log_likelihood
 from k3quant.eval.head_pair import PairScores, score_pair
+from k3quant.eval.kl_summary import percentile
 from k3quant.eval.memory import plan_passes
-from k3quant.eval.perplexity import EvalSettings
+from k3quant.eval.settings import EvalSettings
 from k3quant.eval.windows import Window
 from k3quant.progress import SILENT, Progress
 

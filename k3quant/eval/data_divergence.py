@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from k3quant.eval.divergence import Choices, LayerDivergence, layer_divergence
 from k3quant.eval.executor import walk_layers
+from k3quant.eval.layer_meter import LayerDivergence
 from k3quant.eval.source import Model
+from k3quant.eval.stream_gap import gap_of
 from k3quant.eval.windows import Ids
 from k3quant.models.residual import Residual
 from k3quant.models.rows import rows_per_block
@@ -71,7 +72,24 @@ class Sums:
 
     def result(self, kind: int, layer: int) -> LayerDivergence:
         """Return relative error and cosine of a kind; None where they mean nothing."""
-        return layer_divergence(layer, *self.totals[kind].tolist())
+        gap = gap_of(self.totals[kind].tolist())
+        assert gap is not None  # the sums begin with zeros
+        return LayerDivergence(layer=layer, rel_error=gap.rel_error, cosine=gap.cosine)
+
+
+@dataclass(slots=True)
+class _Choices:
+    """Keeps the experts that the last layer's router chose."""
+
+    last: Tensor | None = None
+
+    def tap(self, name: str, value: Tensor) -> None:
+        if name.endswith(".topk_ids"):
+            self.last = value
+
+    def take(self) -> Tensor | None:
+        last, self.last = self.last, None
+        return last
 
 
 @dataclass(slots=True)
@@ -115,7 +133,7 @@ class DataMeter:
         Returns:
             The last streams, the candidate's first.
         """
-        ours, theirs = Choices(), Choices()
+        ours, theirs = _Choices(), _Choices()
         walks = [
             walk_layers(model, inputs, mlp_tap=choices.tap, progress=progress, embedding=stream)
             for model, choices, stream in (

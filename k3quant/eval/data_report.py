@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from k3quant.eval.data_divergence import KindDivergence
-from k3quant.eval.divergence import LayerDivergence
-from k3quant.eval.perplexity import EvalSettings, perplexity
+from k3quant.eval.layer_meter import LayerDivergence
+from k3quant.eval.result import perplexity
+from k3quant.eval.settings import EvalSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,8 @@ from k3quant.eval.data_lines import MEDIA_PAD, DataLine, read_lines
 from k3quant.eval.divergence import Subject
 from k3quant.eval.media_features import media_features
 from k3quant.eval.media_weights import VisionWeights
-from k3quant.eval.perplexity import EvalSettings, OpenModel, model_of
+from k3quant.eval.perplexity import OpenModel, open_model
+from k3quant.eval.settings import EvalSettings
 from k3quant.eval.tokens import digest_ids
 from k3quant.media.settings import PREPROCESSOR_FILE, MediaSettings, check_settings, read_settings
 from k3quant.models.tokenizer import Tokenizer
@@ -125,7 +126,7 @@ def open_side(folder: Path, data: Path, settings: EvalSettings, *, share: int) -
         K3QuantError: As `open_checkpoint`, `read_settings` and `read_lines`.
     """
     checkpoint = open_checkpoint(folder)
-    model = model_of(checkpoint, settings, share=share)
+    model = open_model(checkpoint, settings, share=share)
     tokenizer = Tokenizer.load(folder)
     media: MediaSettings | None = None
     if model.config.vision is not None:

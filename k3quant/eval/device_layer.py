@@ -95,6 +95,7 @@ class DeviceLayer:
         batches: Sequence[Tensor],
         *,
         tap: Tap | None = None,
+        attn_tap: Tap | None = None,
     ) -> Residual:
         """Run the attention half for all windows; the stream stays where it is.
 
@@ -104,8 +105,10 @@ class DeviceLayer:
             layer: 0-based layer.
             batches: Places of the windows' tokens, see `layer_step.plan_batches`.
             tap: Receives intermediates of a single window.
+            attn_tap: Receives `attn_out` of all tokens, `[N, D]`, where the stream is.
         """
         prefix = torch.empty_like(residual.prefix)
+        attended = torch.empty_like(prefix) if attn_tap is not None else None
         starts_block = False
         for batch in batches:
             cache: LayerCache | None = None
@@ -120,10 +123,12 @@ class DeviceLayer:
                     layer,
                     cache=cache,
                     blocks=self.blocks,
-                    tap=tap,
+                    tap=tap if attended is None else _catch(tap, attended, places),
                 )
                 starts_block = len(out.blocks) > len(residual.blocks)
                 _scatter(prefix, places, out.prefix)
+        if attn_tap is not None and attended is not None:
+            attn_tap("attn_out", attended)
         blocks = (*residual.blocks, residual.prefix) if starts_block else residual.blocks
         return Residual(prefix, blocks)
 
@@ -135,12 +140,27 @@ class DeviceLayer:
         layer: int,
         *,
         tap: Tap | None = None,
+        watch: Tap | None = None,
+        copies: int = 1,
     ) -> Residual:
-        """Run the MLP half for all tokens; arguments as `attend`."""
+        """Run the MLP half for all tokens; arguments as `attend`, and two more.
+
+        Args:
+            residual: The stream, `[copies * N, D]`.
+            weights: The layer's own.
+            walk: Gives the experts.
+            layer: 0-based layer.
+            tap: Receives all intermediates.
+            watch: Receives only `topk_ids` and `mlp_out`, where the stream is.
+            copies: Parts of equal length that no group of tokens may mix.
+        """
         prefix = torch.empty_like(residual.prefix)
+        outputs = torch.empty_like(prefix) if watch is not None else None
+        N = len(prefix) // copies
         groups = [
-            slice(first, min(first + self.group, len(prefix)))
-            for first in range(0, len(prefix), self.group)
+            slice(start + first, start + min(first + self.group, N))
+            for start in range(0, copies * N, N)
+            for first in range(0, N, self.group)
         ]
         is_moe = self.config.is_moe(layer)
         taps: dict[str, list[Tensor]] = {}
@@ -151,7 +171,7 @@ class DeviceLayer:
         inner = None if tap is None else keep
         y: Tensor | None = None
         if is_moe:
-            y = self._routed(residual, groups, weights, walk, layer, tap=inner)
+            y = self._routed(residual, groups, weights, walk, layer, tap=inner, watch=watch)
         for rows in groups:
             piece = self._slice(residual, rows)
             h, x = mlp_input(piece, weights, self.config, self.blocks)
@@ -163,6 +183,8 @@ class DeviceLayer:
                 )
             out = piece.prefix + m
             prefix[rows] = out.to(prefix.device)
+            if outputs is not None:
+                outputs[rows] = m.to(outputs.device)
             if inner is not None:
                 for name, value in (
                     ("mlp_res_out", h),
@@ -174,6 +196,8 @@ class DeviceLayer:
         if tap is not None:
             for name, values in taps.items():
                 tap(name, torch.cat(values))
+        if watch is not None and outputs is not None:
+            watch("mlp_out", outputs)
         return Residual(prefix, residual.blocks)
 
     def _routed(
@@ -185,6 +209,7 @@ class DeviceLayer:
         layer: int,
         *,
         tap: Tap | None,
+        watch: Tap | None,
     ) -> Tensor:
         chosen: list[Routing] = []
         latents: list[Tensor] = []
@@ -196,6 +221,8 @@ class DeviceLayer:
         routing = Routing(
             torch.cat([r.topk_idx for r in chosen]), torch.cat([r.topk_weight for r in chosen])
         )
+        if watch is not None:
+            watch("topk_ids", routing.topk_idx)
         z = torch.cat(latents)
         del latents, chosen
         beta, linear_beta = (
@@ -237,6 +264,18 @@ class DeviceLayer:
             prefix=found.prefix.view(shape),
             blocks=tuple(x.view(shape) for x in found.blocks),
         )
+
+
+def _catch(tap: Tap | None, attended: Tensor, places: Tensor) -> Tap:
+    """Return a tap that also puts a batch's `attn_out` where its tokens are."""
+
+    def receive(name: str, value: Tensor) -> None:
+        if tap is not None:
+            tap(name, value)
+        if name == "attn_out":
+            _scatter(attended, places, value)
+
+    return receive
 
 
 def _scatter(prefix: Tensor, places: Tensor, values: Tensor) -> None:

@@ -141,6 +141,8 @@ class DeviceModel:
         *,
         tap: Tap | None,
         mlp_tap: Tap | None,
+        attn_tap: Tap | None = None,
+        copies: int = 1,
     ) -> Residual:
         """Run a layer for all tokens, see `layer_step.run_layer`."""
         assert isinstance(weights, DeviceWalk)
@@ -151,8 +153,18 @@ class DeviceModel:
             outer = under(tap, prefix)
             assert outer is not None
             alone = lambda name, value: outer(name, value[0])  # noqa: E731  one window
-        residual = self._layer.attend(residual, own, layer, batches, tap=alone)
-        return self._layer.mlp(residual, own, weights, layer, tap=under(tap or mlp_tap, prefix))
+        residual = self._layer.attend(
+            residual, own, layer, batches, tap=alone, attn_tap=under(attn_tap, prefix)
+        )
+        return self._layer.mlp(
+            residual,
+            own,
+            weights,
+            layer,
+            tap=under(tap, prefix),
+            watch=under(mlp_tap, prefix),
+            copies=copies,
+        )
 
     def _plan(self, tokens: int) -> Budget:
         self._tokens = tokens

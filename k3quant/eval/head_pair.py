@@ -20,12 +20,14 @@ class PairScores:
     Attributes:
         kld: KL(reference || candidate), `[N]` float64 nats, at least 0.
         same_top1: Whether both find the same id likeliest, `[N]` bool.
+        confidence: Probability of the reference's likeliest id, `[N]` float64.
         reference_nll: Nats of the target under the reference, `[N]` float64.
         candidate_nll: Nats of the target under the candidate, `[N]` float64.
     """
 
     kld: Tensor
     same_top1: Tensor
+    confidence: Tensor
     reference_nll: Tensor
     candidate_nll: Tensor
 
@@ -92,10 +94,12 @@ def score_pair(
                 targeted.add(rows, logits, first)
                 top1.add(rows, logits, first)
     their_lse, our_lse = their_sums.value(), our_sums.value()
+    confidence = (their_top1.value.double() - their_lse).exp().clamp(max=1)
     kld = weighted / their_sums.total - their_lse + our_lse
     return PairScores(
         kld=kld.clamp(min=0).cpu(),
         same_top1=(their_top1.index == our_top1.index).cpu(),
+        confidence=confidence.cpu(),
         reference_nll=(their_lse - their_targets.values).cpu(),
         candidate_nll=(our_lse - our_targets.values).cpu(),
     )

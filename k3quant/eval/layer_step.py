@@ -4,12 +4,14 @@ Legend: N tokens of all windows, b windows of a batch, T tokens of its longest, 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from k3quant.eval.finite import check_finite
+from k3quant.eval.mlp_copies import mlp_of_copies
 from k3quant.eval.source import Model, RunsLayers, Weights
 from k3quant.models.k3_config import K3Config, LayerKind
 from k3quant.models.k3_layer import LayerCache, attention_half, mlp_half
@@ -57,6 +59,8 @@ def run_layer(
     *,
     tap: Tap | None,
     mlp_tap: Tap | None,
+    attn_tap: Tap | None = None,
+    copies: int = 1,
 ) -> Residual:
     """Run a layer for all tokens.
 
@@ -68,26 +72,44 @@ def run_layer(
         batches: Places of the windows' tokens, see `plan_batches`.
         tap: Receives all intermediates of one window.
         mlp_tap: Receives those of the MLP half.
+        attn_tap: Receives `attn_out` of all tokens, `[N, D]`.
+        copies: Parts of equal length that the stream consists of, each computed as if alone.
 
     Raises:
         ValuesError: The stream is no longer finite.
     """
     if isinstance(model, RunsLayers):
-        residual = model.run_layer(residual, weights, layer, batches, tap=tap, mlp_tap=mlp_tap)
+        residual = model.run_layer(
+            residual,
+            weights,
+            layer,
+            batches,
+            tap=tap,
+            mlp_tap=mlp_tap,
+            attn_tap=attn_tap,
+            copies=copies,
+        )
         check_finite(residual.prefix, model, layer, f"layer {layer}")
         return residual
     # The layer's weights live no longer than this call: those of two layers never exist together.
     own = weights.layer(layer)
     prefix = f"layers.{layer}."
-    residual = _attend(residual, own, model.config, layer, batches, tap=under(tap, prefix))
+    residual = _attend(
+        residual,
+        own,
+        model.config,
+        layer,
+        batches,
+        tap=under(tap, prefix),
+        attn_tap=under(attn_tap, prefix),
+    )
     check_finite(residual.prefix, model, layer, f"layer {layer}, after attention")
 
     def experts(wanted: Sequence[int]) -> Iterator[Mapping[str, Tensor]]:
         return weights.experts(layer, wanted)
 
-    residual = mlp_half(
-        residual, own, experts, model.config, layer, tap=under(tap or mlp_tap, prefix)
-    )
+    mlp = partial(mlp_of_copies, copies=copies) if copies > 1 else mlp_half
+    residual = mlp(residual, own, experts, model.config, layer, tap=under(tap or mlp_tap, prefix))
     check_finite(residual.prefix, model, layer, f"layer {layer}, after its MLP")
     return residual
 
@@ -106,13 +128,11 @@ def _attend(
     batches: Sequence[Tensor],
     *,
     tap: Tap | None,
+    attn_tap: Tap | None,
 ) -> Residual:
     prefix, blocks = torch.empty_like(residual.prefix), residual.blocks
+    attended = torch.empty_like(prefix) if attn_tap is not None else None
     segment = batch_tokens(config)
-    batch_tap: Tap | None = None
-    if tap is not None:
-        outer = tap
-        batch_tap = lambda name, value: outer(name, value[0])  # noqa: E731  drops the batch of one
     for batch in batches:
         cache: LayerCache | None = None
         # Linear attention takes a long window in pieces; latent attention bounds itself.
@@ -121,9 +141,27 @@ def _attend(
             # What fills up a row repeats the first token of all: any token will do.
             index = places.clamp(min=0)
             piece = Residual(residual.prefix[index], tuple(x[index] for x in residual.blocks))
+            batch_tap = _batch_tap(tap, attended, places)
             out, cache = attention_half(piece, weights, config, layer, cache=cache, tap=batch_tap)
             real = places >= 0
             prefix[places[real]] = out.prefix[real]
             if len(out.blocks) > len(residual.blocks):
                 blocks = (*residual.blocks, residual.prefix)
+    if attn_tap is not None and attended is not None:
+        attn_tap("attn_out", attended)
     return Residual(prefix, blocks)
+
+
+def _batch_tap(tap: Tap | None, attended: Tensor | None, places: Tensor) -> Tap | None:
+    """Return the tap of one batch: all of it for `tap`, its tokens' `attn_out` for `attended`."""
+    if tap is None and attended is None:
+        return None
+
+    def receive(name: str, value: Tensor) -> None:
+        if tap is not None:
+            tap(name, value[0])  # drops the batch of one
+        if attended is not None and name == "attn_out":
+            real = places >= 0
+            attended[places[real]] = value[real]
+
+    return receive

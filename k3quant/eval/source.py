@@ -80,5 +80,7 @@ class RunsLayers(Protocol):
         *,
         tap: Tap | None,
         mlp_tap: Tap | None,
+        attn_tap: Tap | None = None,
+        copies: int = 1,
     ) -> Residual:
         """Run a layer for all tokens, see `layer_step.run_layer`."""

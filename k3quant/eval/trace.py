@@ -13,11 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from k3quant.checkpoint.reader import open_checkpoint
 from k3quant.checkpoint.writer import ShardWriter, WrittenFile, preflight_space
 from k3quant.errors import IncompleteError, UsageError
 from k3quant.eval.executor import finish, run_layers
 from k3quant.eval.head import LogSumExp, TargetLogits, logit_blocks
-from k3quant.eval.perplexity import EvalSettings, open_model
+from k3quant.eval.perplexity import open_model
+from k3quant.eval.settings import EvalSettings
 from k3quant.eval.source import Model
 from k3quant.eval.tokens import check_ids, read_documents
 from k3quant.eval.trace_table import trace_entries
@@ -70,7 +72,7 @@ def trace(
         ResourceError: The disk is too small, or a read or write failed.
     """
     settings = settings or TraceSettings()
-    model = open_model(checkpoint, settings.evaluation)
+    model = open_model(open_checkpoint(checkpoint), settings.evaluation)
     ids = _one_document(tokens, vocab_size=model.config.vocab_size)
     kept = _kept_layers(settings.layers, model.config.num_hidden_layers)
     entries = [

@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 import torch
 torch.set_num_threads(1)
-from k3quant.eval.perplexity import EvalSettings, evaluate
+from k3quant.eval.perplexity import evaluate
+from k3quant.eval.settings import EvalSettings
 
 nano, large, ids = (Path(word) for word in sys.argv[1:4])
 settings = EvalSettings(ctx=16, ahead_bytes=32 << 20, read_threads=1)

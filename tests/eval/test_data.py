@@ -20,7 +20,8 @@ from k3quant.errors import (
 )
 from k3quant.eval.data import evaluate_data
 from k3quant.eval.memory import bytes_per_token, fixed_bytes
-from k3quant.eval.perplexity import EvalSettings, evaluate
+from k3quant.eval.perplexity import evaluate
+from k3quant.eval.settings import EvalSettings
 from k3quant.models.chat import IMAGE_PLACEHOLDER as MARK
 from k3quant.models.k3_config import read_config
 from k3quant.verify.run import VerifySettings, verify

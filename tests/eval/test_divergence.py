@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from k3quant.errors import ExitCode, RefusedError, ValuesError
-from k3quant.eval.divergence import LayerDivergence, _Agreement, _Sums, percentile
 from k3quant.eval.executor import finish, walk_layers
-from k3quant.eval.perplexity import EvalSettings, evaluate
+from k3quant.eval.perplexity import evaluate
+from k3quant.eval.settings import EvalSettings
+from k3quant.eval.stream_gap import Gap
 
 SETTINGS = EvalSettings(ctx=24)
 ROUTER = "language_model.model.layers.2.block_sparse_moe.gate.weight"
@@ -27,26 +28,39 @@ def test_a_checkpoint_against_itself_is_exactly_the_same(oracle, write_ids, some
     found = result.divergence
     assert (found.kld_mean, found.kld_p99) == (0.0, 0.0)
     assert (found.top1_agreement, found.router_agreement) == (1.0, 1.0)
-    assert found.layers == tuple(
-        LayerDivergence(layer=layer, rel_error=0.0, cosine=1.0) for layer in range(9)
-    )
+    same = Gap(rel_error=0.0, cosine=1.0)
+    assert [entry.layer for entry in found.layers] == list(range(9))
+    for entry in found.layers:
+        assert entry.stream == entry.attention == entry.mlp == same
+        assert entry.forced == entry.forced_attention == entry.forced_mlp == same
+        assert entry.stream.sqnr_db is None
+    assert found.blamed is None
     assert found.reference_nll_mean == result.nll_mean
     alone = evaluate(oracle, tokens=path, settings=SETTINGS)
     assert np.array_equal(alone.nll, result.nll)
 
 
 def _whole(model, ids):
-    """Return streams, chosen experts and log-probabilities of one window, all in memory."""
+    """Return streams, taps and log-probabilities of one window, all in memory."""
     chosen = {}
+    kept = ("topk_ids", "attn_out", "mlp_out")
     streams = list(
         walk_layers(
             model, [ids],
-            mlp_tap=lambda name, value: chosen.update({name: value}) if "topk_ids" in name else 0,
+            tap=lambda name, value: chosen.update({name: value}) if name.endswith(kept) else 0,
         )
     )  # fmt: skip
     hidden = finish(model, streams[-1])
     logits = hidden @ torch.cat([weight for _, weight in model.head_blocks()]).T
     return [s.prefix.double() for s in streams[1:]], chosen, logits.double().log_softmax(-1)
+
+
+def _check_gap(gap, reference, candidate):
+    error = ((candidate - reference).norm() / reference.norm()).item()
+    assert gap.rel_error == pytest.approx(error, rel=1e-6)
+    dot = candidate.flatten() @ reference.flatten()
+    assert gap.cosine == pytest.approx((dot / candidate.norm() / reference.norm()).item(), rel=1e-9)
+    assert gap.sqnr_db == (pytest.approx(-20 * math.log10(error)) if error else None)
 
 
 def test_a_damaged_checkpoint_differs_by_what_whole_tensors_say(
@@ -58,23 +72,25 @@ def test_a_damaged_checkpoint_differs_by_what_whole_tensors_say(
     found = evaluate(
         folder, tokens=write_ids(ids.tolist()), reference=oracle, settings=SETTINGS
     ).divergence
-    theirs, their_experts, logp = _whole(open_model(oracle), ids[:-1])
-    ours, our_experts, logq = _whole(open_model(folder), ids[:-1])
+    theirs, their_taps, logp = _whole(open_model(oracle), ids[:-1])
+    ours, our_taps, logq = _whole(open_model(folder), ids[:-1])
     kld = (logp.exp() * (logp - logq)).sum(-1)
     assert found.kld_mean == pytest.approx(kld.mean().item(), rel=1e-3)
     assert found.kld_p99 == pytest.approx(np.quantile(kld.numpy(), 0.99), rel=1e-3)
     same_top1 = (logp.argmax(-1) == logq.argmax(-1)).double().mean().item()
     assert found.top1_agreement == pytest.approx(same_top1)
     same = total = 0
-    for name, experts in their_experts.items():
-        for a, b in zip(experts.tolist(), our_experts[name].tolist(), strict=True):
+    for name, experts in their_taps.items():
+        if "topk_ids" not in name:
+            continue
+        for a, b in zip(experts.tolist(), our_taps[name].tolist(), strict=True):
             same, total = same + len(set(a) & set(b)), total + len(a)
     assert found.router_agreement == same / total < 1
     for entry, r, c in zip(found.layers, theirs, ours, strict=True):
-        error = ((c - r).norm() / r.norm()).item()
-        assert entry.rel_error == pytest.approx(error, rel=1e-6)
-        cosine = (c.flatten() @ r.flatten() / c.norm() / r.norm()).item()
-        assert entry.cosine == pytest.approx(cosine, rel=1e-9)
+        _check_gap(entry.stream, r, c)
+        for gap, short in ((entry.attention, "attn_out"), (entry.mlp, "mlp_out")):
+            name = f"layers.{entry.layer}.{short}"
+            _check_gap(gap, their_taps[name].double(), our_taps[name].double())
     # Layers before the damage are untouched to the last bit.
     assert [entry.rel_error == 0 for entry in found.layers] == [True] * 2 + [False] * 7
 
@@ -92,35 +108,6 @@ def test_passes_under_a_memory_budget_are_added_up(
     assert split.top1_agreement == whole.top1_agreement
     for a, b in zip(split.layers, whole.layers, strict=True):
         assert a.rel_error == pytest.approx(b.rel_error, rel=1e-3)
-
-
-def _sums(reference, candidate):
-    sums = _Sums()
-    sums.add(torch.tensor([reference]), torch.tensor([candidate]))
-    found = sums.result(0)
-    return found.rel_error, found.cosine
-
-
-def test_error_of_zero_tensors_is_zero_or_nothing_and_never_nan():
-    zero, one = [0.0, 0.0], [3.0, 4.0]
-    assert _sums(zero, zero) == (0.0, None)
-    assert _sums(zero, one) == (None, None)
-    assert _sums(one, zero) == (1.0, None)
-    assert _sums(one, one) == (0.0, 1.0)
-    assert _sums(one, [-3.0, -4.0]) == (2.0, -1.0)
-
-
-def test_router_agreement_counts_common_experts_in_any_order():
-    agreement = _Agreement()
-    assert agreement.result() is None
-    agreement.add(torch.tensor([[0, 1], [2, 3]]), torch.tensor([[1, 5], [3, 2]]))
-    assert agreement.result() == 3 / 4
-
-
-@pytest.mark.parametrize("count", [1, 2, 100, 101])
-def test_percentile_is_that_of_numpy(count):
-    values = torch.rand(count, dtype=torch.float64)
-    assert percentile(values, 0.99) == pytest.approx(np.quantile(values.numpy(), 0.99))
 
 
 def _change_config(folder, **values):

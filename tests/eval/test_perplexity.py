@@ -8,7 +8,9 @@ from safetensors.numpy import load_file, save_file
 
 from k3quant.errors import ExitCode, IncompleteError, UsageError, ValuesError
 from k3quant.eval.memory import bytes_per_token, fixed_bytes
-from k3quant.eval.perplexity import EvalResult, EvalSettings, evaluate, perplexity, write_nll
+from k3quant.eval.perplexity import evaluate
+from k3quant.eval.result import EvalResult, perplexity, write_nll
+from k3quant.eval.settings import EvalSettings
 from k3quant.models.k3_config import read_config
 
 SMALL = EvalSettings(ctx=16)
