@@ -3,13 +3,15 @@
     python benchmarks/bench_eval.py make FOLDER
     python benchmarks/bench_eval.py limit FOLDER --out R.json
     python benchmarks/bench_eval.py walk FOLDER --runs 16384:4096 16384:4096:20GB:40GB --out R.json
+    python benchmarks/bench_eval.py cold FOLDER --out R.json
     python benchmarks/bench_eval.py collect R.json... --results benchmarks/results/eval-h200.json
 
 `make` writes seeded layers of the released widths: layer 0 (dense), layer 2 (KDA and experts) and
 layer 3 (MLA and experts), embedding and head. `walk` opens them as a checkpoint of 93 layers: each
 layer's entries lead to the bytes of its kind, nothing is copied, and every byte is read from the
 page cache as often as the release would be read from a disk. `limit` is a plain loop of threads
-that reads the same files into pinned memory and copies them to the GPU.
+that reads the same files into pinned memory and copies them to the GPU, with the best of several
+lengths of a read. `cold` empties the page cache (as root) and times a layer of experts beside `dd`.
 
 Seconds are wall time from the first embedding row to the last loss, after five layers that compile
 and tune the kernels. GFLOP count products of the
@@ -19,6 +21,7 @@ active parameters and attention's scores.
 import argparse
 import json
 import os
+import subprocess
 import threading
 import time
 from contextlib import closing
@@ -49,7 +52,8 @@ from k3quant.synth.run import synth
 PARTS = {"dense": (0, 0), "moe": (2, 3)}
 THREADS = 16
 WARM_LAYERS = 5  # every kind of layer once: kernels are compiled and tuned
-PIECE = 16 << 20
+PIECES = (8 << 20, 16 << 20, 32 << 20)
+COLD_BYTES = 8 << 30
 
 
 def make(folder: Path, experts: int | None) -> None:
@@ -111,16 +115,19 @@ def files_of(checkpoint: Checkpoint) -> list[Path]:
 def limit(folder: Path) -> dict[str, Any]:
     """Read files into pinned memory and copy them to the GPU, by as many threads as the walk."""
     paths = files_of(replayed(folder))
-    target = torch.empty(THREADS * PIECE, dtype=torch.uint8, device="cuda")
+    target = torch.empty(THREADS * max(PIECES), dtype=torch.uint8, device="cuda")
     samples: dict[str, list[float]] = {}
-    for name, copies in (("files_to_gpu", True), ("files_to_host", False)):
+    for name, copies, piece in (
+        *((f"files_to_gpu, {piece >> 20} MiB", True, piece) for piece in PIECES),
+        ("files_to_host", False, PIECES[0]),
+    ):
         for _ in range(3):
             work: SimpleQueue[tuple[int, int, int] | None] = SimpleQueue()
             fds, total = [], 0
             for path in paths:
                 fds.append(os.open(path, os.O_RDONLY))
-                for offset in range(0, path.stat().st_size, PIECE):
-                    size = min(PIECE, path.stat().st_size - offset)
+                for offset in range(0, path.stat().st_size, piece):
+                    size = min(piece, path.stat().st_size - offset)
                     total += size
                     work.put((fds[-1], offset, size))
             for _ in range(THREADS):
@@ -128,9 +135,13 @@ def limit(folder: Path) -> dict[str, Any]:
             stream = torch.cuda.Stream()
 
             def run(
-                slot: int, work: Any = work, stream: Any = stream, copies: bool = copies
+                slot: int,
+                work: Any = work,
+                stream: Any = stream,
+                copies: bool = copies,
+                piece: int = piece,
             ) -> None:
-                both = [torch.empty(PIECE, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+                both = [torch.empty(piece, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
                 ready: list[Any] = [None, None]
                 turn = 0
                 while (job := work.get()) is not None:
@@ -140,7 +151,7 @@ def limit(folder: Path) -> dict[str, Any]:
                     os.preadv(fd, [memoryview(both[turn].numpy().data)[:size]], offset)
                     if copies:
                         with torch.cuda.stream(stream):
-                            place = target[slot * PIECE : slot * PIECE + size]
+                            place = target[slot * piece : slot * piece + size]
                             place.copy_(both[turn][:size], non_blocking=True)
                             ready[turn] = stream.record_event()
                     turn = 1 - turn
@@ -172,7 +183,51 @@ def limit(folder: Path) -> dict[str, Any]:
         torch.cuda.synchronize()
         taken = (time.perf_counter() - began) / 10
         samples.setdefault("bf16_tflop_s", []).append(2 * 8192**3 / taken / 1e12)
-    return {"kind": "limit", "gb_s": samples, "median": {k: median(v) for k, v in samples.items()}}
+    medians = {k: median(v) for k, v in samples.items()}
+    loops = [rate for name, rate in medians.items() if name.startswith("files_to_gpu")]
+    return {"kind": "limit", "gb_s": samples, "median": medians, "loop_gb_s": max(loops)}
+
+
+def dd(path: Path, *flags: str) -> float:
+    """Return GB/s of `dd` from a file that is not in the page cache."""
+    drop_cache()
+    began = time.perf_counter()
+    count = COLD_BYTES >> 24
+    subprocess.run(
+        ["dd", f"if={path}", "of=/dev/null", "bs=16M", f"count={count}", "status=none", *flags],
+        check=True,
+    )
+    return COLD_BYTES / (time.perf_counter() - began) / 1e9
+
+
+def drop_cache() -> None:
+    os.sync()
+    Path("/proc/sys/vm/drop_caches").write_text("3\n")
+
+
+def cold(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Read a layer of experts from the disk, and a file with `dd` before and after."""
+    largest = max(files_of(checkpoint), key=lambda path: path.stat().st_size)
+    rates = {"dd": [dd(largest)], "dd direct": [dd(largest, "iflag=direct")]}
+    drop_cache()
+    model = DeviceModel(
+        checkpoint, dtype=torch.bfloat16, device=torch.device("cuda"), threads=THREADS
+    )
+    ids = np.random.default_rng(0).integers(0, model.config.vocab_size, 4096)
+    edges: list[tuple[float, int]] = []
+    with closing(walk_layers(model, [ids])) as layers:
+        for _ in islice(layers, 3):  # the embedding, the dense layer, one with experts
+            torch.cuda.synchronize()
+            edges.append((time.perf_counter(), model.bytes_read))
+    seconds, read = edges[2][0] - edges[0][0], edges[2][1] - edges[0][1]
+    rates["dd"].append(dd(largest))
+    rates["dd direct"].append(dd(largest, "iflag=direct"))
+    return {
+        "kind": "cold",
+        "gb_s": rates | {"walk": [read / seconds / 1e9]},
+        "bytes_read": read,
+        "seconds": seconds,
+    }
 
 
 def walk(checkpoint: Checkpoint, run: str) -> dict[str, Any]:
@@ -243,7 +298,7 @@ def walk(checkpoint: Checkpoint, run: str) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["make", "limit", "walk", "collect"])
+    parser.add_argument("what", choices=["make", "limit", "walk", "cold", "collect"])
     parser.add_argument("paths", type=Path, nargs="+")
     parser.add_argument("--experts", type=int)
     parser.add_argument("--runs", nargs="+", default=["16384:4096"])
@@ -255,6 +310,9 @@ def main() -> None:
         return
     if args.what == "limit":
         found = [limit(args.paths[0])]
+        print(json.dumps(found[0]), flush=True)
+    elif args.what == "cold":
+        found = [cold(replayed(args.paths[0]))]
         print(json.dumps(found[0]), flush=True)
     elif args.what == "walk":
         checkpoint = replayed(args.paths[0])

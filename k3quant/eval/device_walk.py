@@ -1,13 +1,13 @@
 """A walk through the layers whose weights arrive on a device while it computes."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from threading import Condition
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from k3quant.checkpoint.folder import LocalFolder
 from k3quant.checkpoint.reader import Checkpoint
 from k3quant.errors import K3QuantError
 from k3quant.eval.device_moe import parts_of
@@ -16,6 +16,7 @@ from k3quant.eval.weights import decode_weights
 from k3quant.models.k3_tensors import TensorSpec
 from k3quant.stream.budget import PIECE_BYTES, Budget
 from k3quant.stream.chunks import Chunk, Piece, expert_chunk, own_chunk
+from k3quant.stream.files import OpenFiles, outgrows_memory
 from k3quant.stream.reader import ChunkReader, Loaded
 
 
@@ -63,13 +64,12 @@ class DeviceWalk:
         layers = range(first, stored.config.num_hidden_layers)
         self._reader = ChunkReader(
             self._chunks(layers),
-            self._read,
+            _Origin(checkpoint, stored),
             device=device,
             own_arenas=budget.own_arenas,
             own_bytes=own_bytes,
             expert_arenas=budget.expert_arenas,
             expert_bytes=budget.chunk_experts * expert_bytes,
-            piece_bytes=PIECE_BYTES,
             threads=threads,
         )
 
@@ -157,10 +157,28 @@ class DeviceWalk:
             self._choice.wait_for(lambda: layer in self._chosen or self._closed)
             return self._chosen.pop(layer, ())
 
-    def _read(self, piece: Piece, buffer: npt.NDArray[np.uint8]) -> None:
+
+class _Origin:
+    """A checkpoint as what pieces are read from."""
+
+    def __init__(self, checkpoint: Checkpoint, stored: StoredTensors) -> None:
+        self._source = checkpoint.source
+        self._stored = stored
+        num_bytes = sum(entry.length for entry in checkpoint.entries.values())
+        self.files = OpenFiles(_root(checkpoint), past_cache=outgrows_memory(num_bytes))
+
+    def read_into(self, piece: Piece, skip: int, buffer: memoryview) -> None:
         try:
-            self._checkpoint.source.read_into(piece.file, piece.offset, memoryview(buffer.data))
+            self._source.read_into(piece.file, piece.offset + skip, buffer)
         except K3QuantError as error:
             message = f"{error.message}, reading from tensor {piece.name} on"
             raise type(error)(message, hint=error.hint) from error
-        self._stored.count(piece.length)
+
+    def count(self, length: int) -> None:
+        self._stored.count(length)
+
+
+def _root(checkpoint: Checkpoint) -> Path:
+    if not isinstance(checkpoint.source, LocalFolder):
+        raise ValueError(f"{checkpoint.source.label}: expected a folder on this machine")
+    return checkpoint.source.root

@@ -5,8 +5,14 @@ from dataclasses import dataclass
 from k3quant.errors import ResourceError
 from k3quant.sizes import format_size
 
-PIECE_BYTES = 32 << 20
-"""The longest read; a pinned buffer of this size exists twice a thread."""
+PIECE_BYTES = 64 << 20
+"""The longest run of a file that one thread reads without asking for the next."""
+
+STEP_BYTES = 4 << 20
+"""What it reads at a time; all threads' buffers together fit a processor's last cache."""
+
+BUFFERS = 2
+"""Pinned buffers of a step for each thread: one is read into while the other is copied."""
 
 CHUNK_BYTES = 2 << 30
 SMALL_CHUNK_BYTES = 512 << 20
@@ -71,7 +77,7 @@ def plan_budget(
     """
     fixed = need.work + 2 * need.own
     stream = tokens * need.token
-    staging = 2 * threads * PIECE_BYTES
+    staging = threads * BUFFERS * STEP_BYTES
     least = 2 * max(1, SMALL_CHUNK_BYTES // need.expert) * need.expert if need.experts else 0
     on_device = fixed + stream + 2 * least <= vram_bytes
     left = vram_bytes - fixed - (stream if on_device else 0)

@@ -1,27 +1,37 @@
 """Threads that fill arenas on a device while it computes.
 
-A piece of a file is read into a staging buffer of its thread, pinned for a GPU, and copied from
-there on a stream of its own. An arena is filled again only when the device has finished with it,
-so the number of arenas is the whole back-pressure.
+Threads take pieces of files and copy them on one stream of their own. An arena is filled again only
+when the device has finished with it, so the number of arenas is the whole back-pressure.
 """
 
-import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
+from contextlib import nullcontext
 from queue import SimpleQueue
+from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from k3quant.stream.chunks import Chunk, Piece
+from k3quant.stream.files import OpenFiles
+from k3quant.stream.transfer import Lane
 
-SWITCH_SECONDS = 0.0005
-"""How long a thread may compute in Python while others wait: planning must not hold up reads."""
 
-Read = Callable[[Piece, npt.NDArray[np.uint8]], None]
+class Origin(Protocol):
+    """Where pieces come from."""
+
+    @property
+    def files(self) -> OpenFiles:
+        """The files, which the reader closes."""
+
+    def read_into(self, piece: Piece, skip: int, buffer: memoryview) -> None:
+        """Read a piece from a byte of it on; asked only for what could not be read quickly."""
+
+    def count(self, length: int) -> None:
+        """Take notice of bytes that were read."""
 
 
 class Arena:
@@ -55,62 +65,35 @@ class Loaded:
         return self.data[start : start + length].view(dtype).view(shape)
 
 
-class _Turns:
-    """The interpreter's switch interval, short while any reader is open."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._readers = 0
-        self._before = 0.0
-
-    def shorten(self) -> None:
-        with self._lock:
-            if not self._readers:
-                self._before = sys.getswitchinterval()
-                sys.setswitchinterval(SWITCH_SECONDS)
-            self._readers += 1
-
-    def restore(self) -> None:
-        with self._lock:
-            self._readers -= 1
-            if not self._readers:
-                sys.setswitchinterval(self._before)
-
-
-_TURNS = _Turns()
-
-
 class ChunkReader:
     """Loads chunks in order, each into a free arena of its kind."""
 
     def __init__(
         self,
         chunks: Iterable[Chunk],
-        read: Read,
+        origin: Origin,
         *,
         device: torch.device,
         own_arenas: int,
         own_bytes: int,
         expert_arenas: int,
         expert_bytes: int,
-        piece_bytes: int,
         threads: int,
     ) -> None:
         """Start reading.
 
         Args:
             chunks: What to load, in the order in which it is taken; asked for from a thread.
-            read: Fills a buffer with a piece's bytes; called from several threads.
+            origin: Where pieces are read; called from several threads.
             device: Where to.
             own_arenas: Arenas for layers' own tensors.
             own_bytes: Bytes of each.
             expert_arenas: Arenas for experts.
             expert_bytes: Bytes of each.
-            piece_bytes: The largest piece.
             threads: Reads at a time.
         """
         self._chunks = chunks
-        self._read = read
+        self._origin = origin
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._free: dict[bool, SimpleQueue[Arena | None]] = {}
@@ -127,10 +110,8 @@ class ChunkReader:
         self._planned_all = False
         self._closing = False
         self._fault: BaseException | None = None
-        _TURNS.shorten()
         self._threads = [
-            threading.Thread(target=self._fill, args=(piece_bytes,), name="k3quant-read")
-            for _ in range(threads)
+            threading.Thread(target=self._fill, name="k3quant-read") for _ in range(threads)
         ]
         self._threads.append(threading.Thread(target=self._plan, name="k3quant-plan"))
         for thread in self._threads:
@@ -178,7 +159,7 @@ class ChunkReader:
             self._stream.synchronize()
         self._free.clear()  # and with it the arenas
         self._ahead.clear()
-        _TURNS.restore()
+        self._origin.files.close()
 
     def _plan(self) -> None:
         try:
@@ -203,32 +184,28 @@ class ChunkReader:
                 self._planned_all = True
                 self._more.notify_all()
 
-    def _fill(self, piece_bytes: int) -> None:
-        staging: Iterator[_Staged] | None = None
+    def _fill(self) -> None:
+        lane: Lane | None = None
         while (job := self._work.get()) is not None:
             loaded, piece = job
             try:
                 if self._closing or self._fault is not None:
                     loaded.done.set()
                     continue
-                if staging is None:
-                    staging = _staging(piece_bytes, pinned=self._stream is not None)
-                self._load(loaded, piece, next(staging))
+                lane = lane or Lane(self._device, self._stream)
+                self._load(loaded, piece, lane)
             except BaseException as error:
                 self._fail(error)
                 loaded.done.set()
 
-    def _load(self, loaded: Loaded, piece: Piece, staged: "_Staged") -> None:
-        staged.wait()
-        self._read(piece, staged.array[: piece.length])
-        if self._stream is None:
-            self._copy(loaded, piece, staged.tensor)
-        else:
-            with torch.cuda.stream(self._stream):
-                if loaded.arena.free is not None:
-                    self._stream.wait_event(loaded.arena.free)
-                self._copy(loaded, piece, staged.tensor)
-                staged.copied = self._stream.record_event()
+    def _load(self, loaded: Loaded, piece: Piece, lane: Lane) -> None:
+        if self._stream is not None and loaded.arena.free is not None:
+            self._stream.wait_event(loaded.arena.free)
+        fd = self._origin.files.descriptor(piece.file, piece.offset, piece.length)
+        done = lane.transfer(fd, piece.offset, piece.length, piece.parts, loaded.data)
+        if done < piece.length:
+            self._load_slowly(loaded, piece, done)
+        self._origin.count(piece.length)
         with self._more:
             loaded.missing -= 1
             last = not loaded.missing
@@ -237,35 +214,19 @@ class ChunkReader:
         if last:
             loaded.done.set()
 
-    @staticmethod
-    def _copy(loaded: Loaded, piece: Piece, staged: Tensor) -> None:
-        # One call for all parts: each would take the interpreter's lock, which all threads share.
-        parts = torch.split(staged[: piece.length], [length for _, length, _ in piece.parts])
-        places = [loaded.data.narrow(0, to, length) for _, length, to in piece.parts]
-        torch._foreach_copy_(places, parts, non_blocking=True)
+    def _load_slowly(self, loaded: Loaded, piece: Piece, done: int) -> None:
+        """Read the rest of a piece in a way that says what is wrong; perhaps nothing is now."""
+        rest = np.empty(piece.length - done, dtype=np.uint8)
+        self._origin.read_into(piece, done, memoryview(rest.data))
+        source = torch.from_numpy(rest)
+        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+            for start, length, to in piece.parts:
+                skip = max(0, done - start)
+                if skip < length:
+                    at = start + skip - done
+                    loaded.data[to + skip : to + length].copy_(source[at : at + length - skip])
 
     def _fail(self, error: BaseException) -> None:
         with self._more:
             self._fault = self._fault or error
             self._more.notify_all()
-
-
-class _Staged:
-    """A staging buffer of one thread."""
-
-    def __init__(self, num_bytes: int, *, pinned: bool) -> None:
-        self.tensor = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
-        self.array = self.tensor.numpy()
-        self.copied: torch.cuda.Event | None = None
-
-    def wait(self) -> None:
-        """Wait until the device has taken what the buffer held."""
-        if self.copied is not None:
-            self.copied.synchronize()
-
-
-def _staging(num_bytes: int, *, pinned: bool) -> Iterator[_Staged]:
-    """Yield two buffers in turn: one is read into while the other is copied."""
-    both = [_Staged(num_bytes, pinned=pinned) for _ in range(2)]
-    while True:
-        yield from both
