@@ -33,7 +33,7 @@ class Lane:
         self._buffers: list[Tensor] = []
         self._events: list[torch.cuda.Event] = []
         if stream is not None:
-            torch.cuda.set_device(device)  # what this thread asks of the driver is about it
+            torch.cuda.set_device(stream.device)  # what this thread asks of the driver is about it
             for _ in range(BUFFERS):
                 self._buffers.append(
                     torch.empty(STEP_BYTES + PAGE, dtype=torch.uint8, pin_memory=True)
