@@ -47,6 +47,7 @@ def repack(
     """
     with session("repack", json=json, quiet=quiet) as say:
         from k3quant.errors import UsageError
+        from k3quant.repack.in_place import plan_in_place
         from k3quant.repack.plan import plan_repack
         from k3quant.repack.rebuild import rebuild_index as rebuild
         from k3quant.repack.run import run_repack
@@ -66,7 +67,11 @@ def repack(
             in_place=in_place,
         )
         if dry_run:
-            report = plan_repack(source, settings).report()
+            report = (
+                plan_in_place(source, settings)
+                if in_place
+                else plan_repack(source, settings).report()
+            )
         elif out is None and rebuild_index and settings == RepackSettings(rebuild_index=True):
             report = rebuild(source)
         elif out is None and not in_place:
@@ -87,7 +92,9 @@ def synth(
     seed: Annotated[int, typer.Option("--seed", help="Seed of the values.")] = 0,
     layers: LayersOpt = None,
     experts: ExpertsOpt = None,
-    device: Annotated[str, typer.Option("--device", help="cpu.")] = "cpu",
+    device: Annotated[
+        str, typer.Option("--device", help="cpu or cuda; the bytes are the same.")
+    ] = "cpu",
     jobs: JobsOpt = None,
     json: JsonOpt = False,
     quiet: QuietOpt = False,

@@ -12,6 +12,15 @@ DATA = Path(__file__).parent / "data"
 NANO = Path(__file__).parent.parent / "k3quant" / "nano"
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs a GPU where there is none."""
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+
+
 @pytest.fixture(scope="session")
 def data() -> Path:
     """Return the folder of stored test data."""

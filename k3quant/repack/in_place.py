@@ -35,6 +35,7 @@ from k3quant.repack.ranges import PlannedHeader
 from k3quant.repack.set_aside import SetAside, begin_set_aside, end_set_aside, is_set_aside
 from k3quant.repack.settings import RepackSettings
 from k3quant.repack.sidecars import SET_ASIDE_FOLDER
+from k3quant.report import Report
 from k3quant.sizes import format_size
 
 _COMPARE_BYTES = 4 << 20
@@ -92,6 +93,21 @@ def repack_in_place(
     (folder / JOURNAL_FILE).unlink()
     sync_folder(folder)
     return plan, results
+
+
+def plan_in_place(folder: Path, settings: RepackSettings) -> Report:
+    """Plan a repack in place without writing anything; `extra_bytes` is what it takes for a while.
+
+    Raises:
+        RefusedError: An output would replace another file, or the layout needs parts of files
+            freed and the file system cannot.
+        K3QuantError: As `plan_repack`.
+    """
+    plan = plan_repack(folder, settings)
+    extra = _checked_space(plan, folder)
+    return Report(
+        command="repack", findings=plan.warnings, summary=plan.summary() | {"extra_bytes": extra}
+    )
 
 
 def extra_space(plan: RepackPlan, *, punch: bool, block: int) -> int:
@@ -156,6 +172,12 @@ def _job(
         # The source is on its way elsewhere; what it was is in the record.
         return Job(command="repack", parameters=parameters, source=state.job.source)
     plan = plan_repack(folder, settings)
+    preflight_space(folder, _checked_space(plan, folder), free=free)
+    return Job(command="repack", parameters=parameters, source=stamp_source(plan.checkpoint))
+
+
+def _checked_space(plan: RepackPlan, folder: Path) -> int:
+    """Return the bytes that are needed beyond the source; refuse what cannot be done at all."""
     _refuse_collisions(plan, folder)
     punch = can_punch(folder)
     block = os.statvfs(folder).f_bsize
@@ -170,8 +192,7 @@ def _job(
             f"{format_size(largest)}",
             hint="name an `--out` on a disk with room",
         )
-    preflight_space(folder, extra, free=free)
-    return Job(command="repack", parameters=parameters, source=stamp_source(plan.checkpoint))
+    return extra
 
 
 def _refuse_collisions(plan: RepackPlan, folder: Path) -> None:

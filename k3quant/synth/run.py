@@ -5,12 +5,16 @@ A hole reads as zeros and takes no room: the whole of Kimi-K3 fits into its head
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from k3quant.checkpoint.header import encode_header
 from k3quant.checkpoint.index import INDEX_FILE, encode_index
@@ -36,16 +40,20 @@ from k3quant.repack.cut import CUT_FILE, Cut, CutTensor, cut_tensors, plan_cut
 from k3quant.repack.settings import Span
 from k3quant.report import Report
 from k3quant.synth.stream import Stream
-from k3quant.synth.values import values_of
+from k3quant.synth.values import Values, values_of
 
 README_FILE = "README.md"
 _CHUNK_ELEMENTS = 1 << 19
+_DEVICE_CHUNK_ELEMENTS = 1 << 23
 _README = """\
 # Synthetic Kimi-K3 checkpoint
 
 Written by `k3quant synth`: the headers, names and shapes of its config are true, the values are
 {values}. It has no tokenizer and computes nothing of use.
 """
+
+
+Fill = Callable[[Values, Stream, int, int], npt.NDArray[np.uint8]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,20 +91,19 @@ def synth(
         seed: Seed of the values.
         layers: First and last decoder layer of a cut, None for all.
         experts: First and last routed expert of a cut, None for all.
-        device: Where values are made; `cpu` is the only one.
+        device: Where values are made, `cpu` or `cuda`; they are the same.
         jobs: Shards written at a time.
         progress: Told the bytes written.
         free: Tells the free bytes of a folder.
 
     Raises:
         SchemaError: The config is not Kimi-K3's.
-        UsageError: The cut does not fit the model, or the device is not implemented.
+        UsageError: The cut does not fit the model, or the device is another one.
         RefusedError: The output folder holds something else.
-        ResourceError: The disk is full, or the system refused.
+        ResourceError: The disk is full, the system refused, or there is no such device.
     """
     start = perf_counter()
-    if device != "cpu":
-        raise UsageError(f"device: expected `cpu`, got `{device}`")
+    fill, chunk = _maker(device)
     source = read_config(config)
     cut = None
     if layers is not None or experts is not None:
@@ -121,7 +128,7 @@ def synth(
     file_bytes = sum(shard.file_bytes for shard in shards)
     progress.start("synth", file_bytes, "B")
     with open_journal(out, job) as journal:
-        work = _Work(source, seed, sparse, journal, progress)
+        work = _Work(source, seed, sparse, journal, progress, fill, chunk)
         largest_first = sorted(shards, key=lambda shard: -shard.file_bytes)
         write_shards(work.write, largest_first, jobs=jobs, advance=progress.advance)
         _write_rest(out, shards, dict(config), cut, sparse=sparse)
@@ -150,6 +157,8 @@ class _Work:
     sparse: bool
     journal: Journal
     progress: Progress
+    fill: Fill
+    chunk_elements: int
 
     def write(self, shard: _Shard, advance: Advance) -> None:
         self.progress.note(shard.file)
@@ -160,7 +169,42 @@ class _Work:
             self.journal.record(_write_holes(path, shard))
             advance(shard.file_bytes)
         else:
-            self.journal.record(_write_values(path, shard, self.source, self.seed, advance))
+            self.journal.record(self._write_values(path, shard, advance))
+
+    def _write_values(self, path: Path, shard: _Shard, advance: Advance) -> WrittenFile:
+        tensors = {tensor.result.name: tensor for tensor in shard.tensors}
+        with ShardWriter(path, _entries(shard.tensors), digest=False) as writer:
+            advance(writer.data_start)
+            for name, place in writer.places.items():
+                for offset, piece in self._pieces(tensors[name], place.end - place.begin):
+                    writer.write_at(name, offset, piece)
+                    advance(len(piece))
+        return writer.written
+
+    def _pieces(self, tensor: CutTensor, length: int) -> Iterator[tuple[int, memoryview]]:
+        """Yield a tensor's bytes piece by piece, each with its offset."""
+        spec, result, first_row = tensor
+        count = math.prod(result.shape)
+        row = count // result.shape[0]
+        values, stream = values_of(spec, self.source), Stream.of(self.seed, spec.name)
+        item_bytes = length // count
+        for begin in range(0, count, self.chunk_elements):
+            number = min(self.chunk_elements, count - begin)
+            piece = self.fill(values, stream, first_row * row + begin, number)
+            yield begin * item_bytes, piece.data
+
+
+def _maker(device: str) -> tuple[Fill, int]:
+    """Return what makes values, and how many it makes at a time."""
+    if device == "cpu":
+        return Values.fill, _CHUNK_ELEMENTS
+    if device != "cuda":
+        raise UsageError(f"device: expected `cpu` or `cuda`, got `{device}`")
+    import torch
+
+    from k3quant.synth.on_device import DeviceValues
+
+    return DeviceValues(torch.device(device)).fill, _DEVICE_CHUNK_ELEMENTS
 
 
 def _shards(source: K3Config, cut: Cut | None) -> Iterator[_Shard]:
@@ -186,37 +230,6 @@ def _shard(file: str, tensors: list[CutTensor]) -> _Shard:
 
 def _entries(tensors: list[CutTensor]) -> list[tuple[str, str, tuple[int, ...]]]:
     return [(t.result.name, t.result.dtype, t.result.shape) for t in tensors]
-
-
-def _write_values(
-    path: Path, shard: _Shard, source: K3Config, seed: int, advance: Advance
-) -> WrittenFile:
-    tensors = {tensor.result.name: tensor for tensor in shard.tensors}
-    with ShardWriter(path, _entries(shard.tensors), digest=False) as writer:
-        advance(writer.data_start)
-        for name, place in writer.places.items():
-            length = place.end - place.begin
-            for offset, piece in _pieces(tensors[name], length, source, seed):
-                writer.write_at(name, offset, piece)
-                advance(len(piece))
-    return writer.written
-
-
-def _pieces(
-    tensor: CutTensor, length: int, source: K3Config, seed: int
-) -> Iterator[tuple[int, memoryview]]:
-    """Yield a tensor's bytes piece by piece, each with its offset."""
-    spec, result, first_row = tensor
-    count = 1
-    for size in result.shape:
-        count *= size
-    row = count // result.shape[0]
-    values, stream = values_of(spec, source), Stream.of(seed, spec.name)
-    item_bytes = length // count
-    for begin in range(0, count, _CHUNK_ELEMENTS):
-        number = min(_CHUNK_ELEMENTS, count - begin)
-        piece = values.fill(stream, first_row * row + begin, number)
-        yield begin * item_bytes, piece.data
 
 
 def _write_holes(path: Path, shard: _Shard) -> WrittenFile:

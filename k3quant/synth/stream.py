@@ -18,8 +18,8 @@ import numpy.typing as npt
 from k3quant.formats.jit import compiled
 
 WORD_BYTES = 8
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2 = np.uint64(0x94D049BB133111EB)
+MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,8 @@ def look_up(
 def _fill(words: npt.NDArray[np.uint64], key: np.uint64, step: np.uint64, first: np.uint64) -> None:
     for i in range(words.shape[0]):
         x = key + step * (first + np.uint64(i))
-        x = (x ^ (x >> np.uint64(30))) * _MIX_1
-        x = (x ^ (x >> np.uint64(27))) * _MIX_2
+        x = (x ^ (x >> np.uint64(30))) * MIX_1
+        x = (x ^ (x >> np.uint64(27))) * MIX_2
         words[i] = x ^ (x >> np.uint64(31))
 
 

@@ -18,7 +18,9 @@ from k3quant.models.k3_config import K3Config
 from k3quant.models.k3_tensors import TensorSpec
 from k3quant.synth.stream import WORD_BYTES, Stream, look_up
 
-_LEVELS = 1 << 16  # a 16-bit random number chooses one of as many values
+WIDE = 1 << 16
+"""Elements of a table that a 16-bit random number chooses from."""
+
 _W1 = {
     110: 1, 111: 1, 112: 1, 113: 2, 114: 3, 115: 5, 116: 9, 117: 20, 118: 45, 119: 80, 120: 60,
     121: 22, 122: 5, 123: 2,
@@ -56,7 +58,7 @@ class Values:
             first: Number of the first element.
             count: How many.
         """
-        wide = self.table is not None and len(self.table) == _LEVELS
+        wide = self.table is not None and len(self.table) == WIDE
         width = 2 if wide else 1
         skip, begin = first * width % WORD_BYTES, first * width // WORD_BYTES
         words = np.empty(-(-(skip + count * width) // WORD_BYTES), dtype=np.uint64)
@@ -108,7 +110,7 @@ def _bytes_table(role: str) -> npt.NDArray[np.uint8]:
 
 @cache
 def _uniform(low: float, high: float) -> npt.NDArray[np.float32]:
-    middles = (np.arange(_LEVELS) + 0.5) / _LEVELS
+    middles = (np.arange(WIDE) + 0.5) / WIDE
     return (low + (high - low) * middles).astype(np.float32)
 
 
@@ -125,4 +127,4 @@ def _normal(mean: float, spread: float, dtype: str) -> npt.NDArray[Any]:
 @cache
 def _quantiles() -> npt.NDArray[np.float64]:
     normal = NormalDist()
-    return np.array([normal.inv_cdf((i + 0.5) / _LEVELS) for i in range(_LEVELS)])
+    return np.array([normal.inv_cdf((i + 0.5) / WIDE) for i in range(WIDE)])

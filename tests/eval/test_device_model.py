@@ -34,8 +34,6 @@ BFLOAT16_RATIO = 0.1  # of the logits, whose router margins are random here
     ]
 )
 def device(request: pytest.FixtureRequest) -> torch.device:
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     return torch.device(request.param)
 
 
@@ -211,7 +209,6 @@ def test_a_shard_that_ends_too_early_stops_the_walk(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_evaluation_and_comparison_on_the_gpu(nano: Path, tmp_path: Path) -> None:
     source = open_checkpoint(nano)
     rules = recipe_for(

@@ -18,10 +18,7 @@ from k3quant.formats.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 from k3quant.formats.mxfp8 import quantize_mxfp8
 from k3quant.formats.nvfp4 import GlobalConvention, global_scale_of_amax, quantize_nvfp4
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def by_value() -> Tensor:

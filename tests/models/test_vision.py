@@ -182,7 +182,6 @@ def test_a_block_never_holds_its_scores():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @_media
 @pytest.mark.parametrize(
     ("dtype", "bound"), [pytest.param(torch.float32, 1e-3, id="float32"),

@@ -290,3 +290,21 @@ def test_files_in_folders_of_the_source_are_moved_too(tiny, digests):
     assert list((tiny / "parts").iterdir()) == []
     run_repack(tiny, tiny, RepackSettings(layout=Layout.ORIGINAL, in_place=True))
     assert digests(tiny) == before
+
+
+def test_a_plan_tells_the_space_it_takes_and_writes_nothing(tiny, files):
+    before = files(tiny)
+    found = in_place.plan_in_place(tiny, BY_SIZE).summary
+    plan = plan_repack(tiny, BY_SIZE)
+    block = os.statvfs(tiny).f_bsize
+    expected = extra_space(plan, punch=holes.can_punch(tiny), block=block)
+    assert found["extra_bytes"] == expected
+    assert 0 < expected <= max(plan.sizes.values()) + block
+    assert found == plan.summary() | {"extra_bytes": expected}
+    assert files(tiny) == before
+
+
+def test_a_plan_refuses_what_the_run_would_refuse(tiny):
+    (tiny / sorted(plan_repack(tiny, BY_SIZE).sizes)[-1]).write_bytes(b"mine")
+    with pytest.raises(RefusedError, match="no shard of the index"):
+        in_place.plan_in_place(tiny, BY_SIZE)

@@ -83,27 +83,26 @@ def test_a_sparse_cut_is_a_whole_checkpoint(k3_config, tmp_path):
 
 
 def test_a_run_that_was_cut_short_goes_on(config, tmp_path, monkeypatch):
-    real = synth_run._write_values
+    real = synth_run.ShardWriter
     written = []
 
-    def stop(path, *rest):
+    def note(path, *rest, **options):
         written.append(path.name)
-        if len(written) == 4:
+        return real(path, *rest, **options)
+
+    def stop(path, *rest, **options):
+        if len(written) == 3:
             raise KeyboardInterrupt
-        return real(path, *rest)
+        return note(path, *rest, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(synth_run, "_write_values", stop)
+        patch.setattr(synth_run, "ShardWriter", stop)
         with pytest.raises(KeyboardInterrupt):
             synth(config, tmp_path / "out", sparse=False, jobs=1)
     finished = {path.name for path in (tmp_path / "out").glob("*.safetensors")}
     assert len(finished) >= 3
     written.clear()
-    monkeypatch.setattr(
-        synth_run,
-        "_write_values",
-        lambda path, *rest: (written.append(path.name), real(path, *rest))[1],
-    )
+    monkeypatch.setattr(synth_run, "ShardWriter", note)
     synth(config, tmp_path / "out", sparse=False, jobs=1)
     assert len(written) == 12 - len(finished)
     assert finished.isdisjoint(written)
@@ -134,7 +133,7 @@ def test_a_full_disk_is_told_first_unless_sparse(config, tmp_path):
     [
         pytest.param({"model_type": "llama"}, {}, SchemaError, id="another model"),
         pytest.param({}, {"layers": (0, 9)}, UsageError, id="too many layers"),
-        pytest.param({}, {"device": "cuda"}, UsageError, id="another device"),
+        pytest.param({}, {"device": "tpu"}, UsageError, id="another device"),
     ],
 )
 def test_what_cannot_be_made_is_refused(config, tmp_path, change, options, error):
