@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from k3quant.checkpoint.folder import Source
+from k3quant.checkpoint.folder import Source, prefetch_headers
 from k3quant.checkpoint.header import LENGTH_BYTES, Header, HeaderScan, scan_header
 from k3quant.checkpoint.index import INDEX_FILE, Index, parse_index
 from k3quant.checkpoint.join import extra_files, join_index
@@ -73,6 +73,7 @@ def check_structure(source: Source, k3: K3Config | None, *, jobs: int, digests: 
         jobs: Headers read at once.
         digests: Whether the headers' digests are needed, for a manifest.
     """
+    prefetch_headers(source, top_level_shards(source))
     if k3 is not None:
         proven = _prove_by_prediction(source, k3, jobs, digests)
         if proven is not None:
