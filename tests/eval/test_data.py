@@ -99,6 +99,22 @@ def test_a_checkpoint_against_itself_differs_in_nothing(oracle, write):
     assert {line["kld_mean"] for line in summary["lines"]} == {0.0}
 
 
+@pytest.mark.gpu
+def test_lines_score_on_the_gpu_as_on_the_processor(oracle, vision_int8, write):
+    lines = write(*LINES)
+    host = evaluate_data(vision_int8, lines, reference=oracle)
+    device = evaluate_data(
+        vision_int8, lines, reference=oracle, settings=EvalSettings(device="cuda")
+    )
+    for ours, theirs in zip(device.lines, host.lines, strict=True):
+        torch.testing.assert_close(ours.nll, theirs.nll, rtol=0, atol=1e-3)
+    ours, theirs = device.to_json(), host.to_json()
+    assert ours["features"]["rel_error"] == pytest.approx(theirs["features"]["rel_error"], rel=0.02)
+    for kind in ("text", "media"):
+        for layer, expected in zip(ours[kind]["layers"], theirs[kind]["layers"], strict=True):
+            assert layer["rel_error"] == pytest.approx(expected["rel_error"], rel=0.05)
+
+
 VISION_RECIPE = """
 name = "vision-int8"
 [[rule]]
