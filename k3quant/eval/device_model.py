@@ -1,6 +1,8 @@
 """A checkpoint that computes on a device: weights streamed to it, the walk planned beforehand."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,7 +11,7 @@ from k3quant.checkpoint.reader import Checkpoint
 from k3quant.eval.checkpoint_model import CheckpointModel
 from k3quant.eval.device_layer import DeviceLayer, device_blocks
 from k3quant.eval.device_walk import DeviceWalk
-from k3quant.eval.source import HeadBlock, Weights
+from k3quant.eval.source import HeadBlock
 from k3quant.eval.stored import StoredTensors
 from k3quant.models.k3_config import K3Config
 from k3quant.models.residual import Residual
@@ -24,6 +26,51 @@ SMALL_VRAM_BYTES = 48 << 30
 WIDE_ACTIVATIONS = 16
 # Tokens a chosen expert must have on average for every expert to be read without waiting.
 CROWD = 4
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRun:
+    """One walk: the weights that arrive, and what computes with them.
+
+    Attributes:
+        weights: The weights.
+        forms: Runs the halves of a layer.
+    """
+
+    weights: DeviceWalk
+    forms: DeviceLayer
+
+    def run_layer(
+        self,
+        residual: Residual,
+        layer: int,
+        batches: Sequence[Tensor],
+        *,
+        tap: Tap | None,
+        mlp_tap: Tap | None,
+        attn_tap: Tap | None = None,
+        copies: int = 1,
+    ) -> Residual:
+        """Run a layer for all tokens, see `layer_step.run_layer`."""
+        own = self.weights.layer(layer)
+        prefix = f"layers.{layer}."
+        alone: Tap | None = None
+        if tap is not None:
+            outer = under(tap, prefix)
+            assert outer is not None
+            alone = lambda name, value: outer(name, value[0])  # noqa: E731  one window
+        residual = self.forms.attend(
+            residual, own, layer, batches, tap=alone, attn_tap=under(attn_tap, prefix)
+        )
+        return self.forms.mlp(
+            residual,
+            own,
+            self.weights,
+            layer,
+            tap=under(tap, prefix),
+            watch=under(mlp_tap, prefix),
+            copies=copies,
+        )
 
 
 class DeviceModel:
@@ -89,12 +136,13 @@ class DeviceModel:
         """Bytes read so far."""
         return self._host.bytes_read
 
-    def walk(self, first: int = 0) -> DeviceWalk:
+    @contextmanager
+    def walk(self, first: int = 0) -> Iterator[DeviceRun]:
         """Open a walk through the layers, from one of them to the last; reading starts at once."""
         budget = self.budget or self._plan(1)
         moe = self.config.moe
         crowd = self._tokens * moe.num_experts_per_token >= CROWD * moe.num_experts
-        return DeviceWalk(
+        with DeviceWalk(
             self._checkpoint,
             self._stored,
             first=first,
@@ -105,7 +153,8 @@ class DeviceModel:
             expert_bytes=self.expert_bytes,
             threads=self._threads,
             all_experts=crowd,
-        )
+        ) as weights:
+            yield DeviceRun(weights, self._layer)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Read only the embedding rows that are needed, `[N, D]`, where the stream will live.
@@ -131,40 +180,6 @@ class DeviceModel:
     def find_non_finite(self, layer: int | None) -> tuple[str, int] | None:
         """Return the first tensor of a layer that holds NaN or infinity, and how many."""
         return self._host.find_non_finite(layer)
-
-    def run_layer(
-        self,
-        residual: Residual,
-        weights: Weights,
-        layer: int,
-        batches: Sequence[Tensor],
-        *,
-        tap: Tap | None,
-        mlp_tap: Tap | None,
-        attn_tap: Tap | None = None,
-        copies: int = 1,
-    ) -> Residual:
-        """Run a layer for all tokens, see `layer_step.run_layer`."""
-        assert isinstance(weights, DeviceWalk)
-        own = weights.layer(layer)
-        prefix = f"layers.{layer}."
-        alone: Tap | None = None
-        if tap is not None:
-            outer = under(tap, prefix)
-            assert outer is not None
-            alone = lambda name, value: outer(name, value[0])  # noqa: E731  one window
-        residual = self._layer.attend(
-            residual, own, layer, batches, tap=alone, attn_tap=under(attn_tap, prefix)
-        )
-        return self._layer.mlp(
-            residual,
-            own,
-            weights,
-            layer,
-            tap=under(tap, prefix),
-            watch=under(mlp_tap, prefix),
-            copies=copies,
-        )
 
     def _plan(self, tokens: int) -> Budget:
         self._tokens = tokens

@@ -100,10 +100,6 @@ class DeviceWalk:
             where=place_name(layer, None),
         )
 
-    def experts(self, layer: int, wanted: Sequence[int]) -> Iterator[Mapping[str, Tensor]]:
-        """Refuse: experts come in chunks here."""
-        raise NotImplementedError(f"layer {layer}: experts come in chunks, not {len(wanted)} alone")
-
     def chunks(self, layer: int, wanted: Tensor) -> Iterator[Loaded]:
         """Yield a layer's chunks of experts, ascending.
 

@@ -94,13 +94,13 @@ def walk_layers(
     if first == config.num_hidden_layers:
         return
     pace = Pace(tokens=len(residual.prefix), layers=config.num_hidden_layers - first)
-    with model.walk(first=first) as weights:
+    with model.walk(first=first) as walk:
         for layer in range(first, config.num_hidden_layers):
             progress.note(pace.note(layer, bytes_read=model.bytes_read))
             residual = run_layer(
                 residual,
                 model,
-                weights,
+                walk,
                 layer,
                 batches,
                 tap=tap,

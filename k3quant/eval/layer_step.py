@@ -53,7 +53,7 @@ def plan_batches(lengths: Sequence[int], *, tokens: int) -> list[Tensor]:
 def run_layer(
     residual: Residual,
     model: Model,
-    weights: Weights,
+    walk: Weights | RunsLayers,
     layer: int,
     batches: Sequence[Tensor],
     *,
@@ -67,7 +67,7 @@ def run_layer(
     Args:
         residual: The stream before it, `[N, D]`.
         model: The model.
-        weights: The walk's weights, at this layer.
+        walk: The walk, at this layer.
         layer: 0-based layer.
         batches: Places of the windows' tokens, see `plan_batches`.
         tap: Receives all intermediates of one window.
@@ -78,10 +78,9 @@ def run_layer(
     Raises:
         ValuesError: The stream is no longer finite.
     """
-    if isinstance(model, RunsLayers):
-        residual = model.run_layer(
+    if isinstance(walk, RunsLayers):
+        residual = walk.run_layer(
             residual,
-            weights,
             layer,
             batches,
             tap=tap,
@@ -92,7 +91,7 @@ def run_layer(
         check_finite(residual.prefix, model, layer, f"layer {layer}")
         return residual
     # The layer's weights live no longer than this call: those of two layers never exist together.
-    own = weights.layer(layer)
+    own = walk.layer(layer)
     prefix = f"layers.{layer}."
     residual = _attend(
         residual,
@@ -106,7 +105,7 @@ def run_layer(
     check_finite(residual.prefix, model, layer, f"layer {layer}, after attention")
 
     def experts(wanted: Sequence[int]) -> Iterator[Mapping[str, Tensor]]:
-        return weights.experts(layer, wanted)
+        return walk.experts(layer, wanted)
 
     mlp = partial(mlp_of_copies, copies=copies) if copies > 1 else mlp_half
     residual = mlp(residual, own, experts, model.config, layer, tap=under(tap or mlp_tap, prefix))

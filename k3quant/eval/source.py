@@ -29,6 +29,24 @@ class Weights(Protocol):
         """Yield the weights of some routed experts, in ascending order."""
 
 
+@runtime_checkable
+class RunsLayers(Protocol):
+    """A walk that keeps the weights to itself and runs the layers, first to last."""
+
+    def run_layer(
+        self,
+        residual: Residual,
+        layer: int,
+        batches: Sequence[Tensor],
+        *,
+        tap: Tap | None,
+        mlp_tap: Tap | None,
+        attn_tap: Tap | None = None,
+        copies: int = 1,
+    ) -> Residual:
+        """Run a layer for all tokens, see `layer_step.run_layer`."""
+
+
 class Model(Protocol):
     """A language model whose weights are somewhere else."""
 
@@ -48,7 +66,7 @@ class Model(Protocol):
     def bytes_read(self) -> int:
         """Bytes read so far."""
 
-    def walk(self, first: int = 0) -> AbstractContextManager[Weights]:
+    def walk(self, first: int = 0) -> AbstractContextManager[Weights | RunsLayers]:
         """Open a walk through the layers, from one of them to the last."""
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -65,22 +83,3 @@ class Model(Protocol):
 
         None as the layer asks for the tensors outside the layers.
         """
-
-
-@runtime_checkable
-class RunsLayers(Protocol):
-    """A model that runs a layer in a way of its own."""
-
-    def run_layer(
-        self,
-        residual: Residual,
-        weights: Weights,
-        layer: int,
-        batches: Sequence[Tensor],
-        *,
-        tap: Tap | None,
-        mlp_tap: Tap | None,
-        attn_tap: Tap | None = None,
-        copies: int = 1,
-    ) -> Residual:
-        """Run a layer for all tokens, see `layer_step.run_layer`."""

@@ -168,7 +168,7 @@ def test_a_walk_may_begin_later(nano: Path, device: torch.device, inputs: list[n
     model = opened(nano, device)
     model.embed(torch.from_numpy(np.concatenate(inputs)))
     with model.walk(first=3) as walk:
-        assert walk.layer(3).keys() >= {"mla.o_proj", "moe.gate"}
+        assert walk.weights.layer(3).keys() >= {"mla.o_proj", "moe.gate"}
 
 
 def test_too_small_a_budget_says_how_much_is_needed(nano: Path, device: torch.device) -> None:
