@@ -9,6 +9,7 @@ Legend: N tokens of all windows, b windows of a batch, T tokens of its longest, 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -115,9 +116,8 @@ class DeviceLayer:
             whole = tap is not None or self.config.layer_kinds[layer] is LayerKind.MLA
             step = max(1, self.group // len(batch))
             for places in (batch,) if whole else torch.split(batch, step, dim=1):
-                index = places.clamp(min=0)
                 out, cache = attention_half(
-                    self._gather(residual, index),
+                    self._gather(residual, places),
                     weights,
                     self.config,
                     layer,
@@ -246,19 +246,18 @@ class DeviceLayer:
             tuple(x[rows].to(self.device, non_blocking=True) for x in residual.blocks),
         )
 
-    def _gather(self, residual: Residual, index: Tensor) -> Residual:
-        first = int(index[0, 0])
-        count = index.numel()
-        # Windows of one length lie side by side: no copy is needed.
-        if torch.equal(index.flatten(), torch.arange(first, first + count)):
-            found = self._slice(residual, slice(first, first + count))
+    def _gather(self, residual: Residual, places: Tensor) -> Residual:
+        run = _run_of(places)
+        if run is not None:
+            found = self._slice(residual, run)
         else:
-            rows = index.flatten().to(residual.prefix.device)
+            # What fills up a row repeats the first token of all: any token will do.
+            rows = places.clamp(min=0).flatten().to(residual.prefix.device)
             found = Residual(
                 residual.prefix[rows].to(self.device),
                 tuple(x[rows].to(self.device) for x in residual.blocks),
             )
-        shape = (*index.shape, -1)
+        shape = (*places.shape, -1)
         return replace(
             found,
             prefix=found.prefix.view(shape),
@@ -280,13 +279,20 @@ def _catch(tap: Tap | None, attended: Tensor, places: Tensor) -> Tap:
 
 def _scatter(prefix: Tensor, places: Tensor, values: Tensor) -> None:
     """Put a batch's rows where they belong; what only fills up is dropped."""
-    real = places.flatten() >= 0
-    target = places.flatten()[real]
-    rows = values.reshape(-1, values.shape[-1])
-    if len(target) < len(rows):
-        rows = rows[real.nonzero()[:, 0].to(rows.device)]
-    first = int(target[0])
-    if torch.equal(target, torch.arange(first, first + len(target))):
-        prefix[first : first + len(target)] = rows.to(prefix.device)
-    else:
-        prefix[target.to(prefix.device)] = rows.to(prefix.device)
+    rows, run = values.reshape(-1, values.shape[-1]), _run_of(places)
+    if run is not None:
+        prefix[run] = rows.to(prefix.device)
+        return
+    real = (places.flatten() >= 0).nonzero()[:, 0]
+    target = places.flatten()[real].to(prefix.device)
+    prefix[target] = rows[real.to(rows.device)].to(prefix.device)
+
+
+def _run_of(places: Tensor) -> slice | None:
+    """Return a batch's places as one run, where they lie side by side and nothing fills up.
+
+    By numpy, on one thread: torch would share the work among threads that the reads keep busy.
+    """
+    flat = places.numpy().reshape(-1)
+    first, count = int(flat[0]), flat.size
+    return slice(first, first + count) if (flat == np.arange(first, first + count)).all() else None

@@ -4,6 +4,8 @@ Threads take pieces of files and copy them on one stream of their own. An arena 
 when the device has finished with it, so the number of arenas is the whole back-pressure.
 """
 
+import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Iterable
@@ -32,6 +34,10 @@ class Origin(Protocol):
 
     def count(self, length: int) -> None:
         """Take notice of bytes that were read."""
+
+
+NICENESS = 10
+"""Of the threads that read: what starts the device's work comes first where cores are scarce."""
 
 
 class Arena:
@@ -185,6 +191,7 @@ class ChunkReader:
                 self._more.notify_all()
 
     def _fill(self) -> None:
+        _give_way()
         lane: Lane | None = None
         while (job := self._work.get()) is not None:
             loaded, piece = job
@@ -230,3 +237,9 @@ class ChunkReader:
         with self._more:
             self._fault = self._fault or error
             self._more.notify_all()
+
+
+def _give_way() -> None:
+    """Lower the calling thread's priority, which Linux keeps for each thread."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
