@@ -13,7 +13,7 @@ import numpy.typing as npt
 from k3quant.errors import SchemaError
 from k3quant.formats.error_sums import ErrorSums
 from k3quant.formats.fast_int_cast import CastRuns, cast_runs, refuse_unfit
-from k3quant.formats.fast_int_round import round_runs
+from k3quant.formats.fast_int_round import Compare, round_runs
 from k3quant.formats.fast_mxfp4 import check_pair, dequantize_to_bf16
 from k3quant.formats.int_grid import Int4Range, ScaleDtype, store_scales
 
@@ -68,15 +68,15 @@ def cast_to_int4(
     """
     shape = check_pair(packed, scale_e8m0)
     out = _output(shape, group_size, out)
-    if grid is Int4Range.BALANCED and scale_dtype != "F32":
+    if _is_compared(grid, scale_dtype):
         # The best scale depends on all values of a group, which bfloat16 holds exactly.
         refuse_unfit(packed, scale_e8m0)
-        words = dequantize_to_bf16(packed, scale_e8m0, threads=threads)
-        values = (words.astype(np.uint32) << 16).view(np.float32)
-        return quantize_to_int4(
-            values, group_size=group_size, grid=grid, scale_dtype=scale_dtype, out=out,
-            threads=threads,
+        values = dequantize_to_bf16(packed, scale_e8m0, threads=threads)
+        found = round_runs(
+            values, out.view(np.uint8), run=group_size, grid=grid.grid, dtype=scale_dtype,
+            compare="F32", threads=threads,
         )  # fmt: skip
+        return _arrays(out, found, group_size, scale_dtype)
     found = cast_runs(
         packed, scale_e8m0, out.view(np.uint8), run=group_size, grid=grid.grid, dtype=scale_dtype,
         threads=threads,
@@ -112,11 +112,17 @@ def quantize_to_int4(
             beyond float32.
     """
     out = _output(weight.shape, group_size, out)
+    own: Compare = "BF16" if weight.dtype == np.uint16 else "F32"
     found = round_runs(
         weight, out.view(np.uint8), run=group_size, grid=grid.grid, dtype=scale_dtype,
-        best=grid is Int4Range.BALANCED and scale_dtype != "F32", threads=threads,
+        compare=own if _is_compared(grid, scale_dtype) else None, threads=threads,
     )  # fmt: skip
     return _arrays(out, found, group_size, scale_dtype)
+
+
+def _is_compared(grid: Int4Range, scale_dtype: ScaleDtype) -> bool:
+    """Return whether the reference compares a scale with its neighbours."""
+    return grid is Int4Range.BALANCED and scale_dtype != "F32"
 
 
 def _output(shape: tuple[int, ...], group_size: int, out: Words | None) -> Words:

@@ -75,7 +75,7 @@ def quantize_to_int8(
     """
     out = _output(weight.shape, out)
     found = round_runs(
-        weight, out.view(np.uint8), run=weight.shape[-1], grid=INT8_GRID, dtype="F32", best=False,
+        weight, out.view(np.uint8), run=weight.shape[-1], grid=INT8_GRID, dtype="F32",
         threads=threads,
     )  # fmt: skip
     return _arrays(out, found)

@@ -3,7 +3,7 @@
 bfloat16 travels as its 16 bits in uint16.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,9 @@ Bits = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 
+Compare = Literal["F32", "BF16"]
+"""The type a candidate's decoded values are rounded to before they are compared."""
+
 _LANES = 128
 """Sums kept beside each other, so that additions need not wait for one another."""
 
@@ -40,7 +43,7 @@ def round_runs(
     run: int,
     grid: IntGrid,
     dtype: ScaleDtype,
-    best: bool,
+    compare: Compare | None = None,
     threads: int,
 ) -> CastRuns:
     """Round every run to integers under amax / divisor.
@@ -51,7 +54,8 @@ def round_runs(
         run: Columns under one scale.
         grid: Which integers.
         dtype: How the scale is stored.
-        best: Whether to take the best of a scale of 16 bits and its neighbours.
+        compare: The type in which a scale of 16 bits is compared with its neighbours, of which
+            the best is taken; None takes the scale as it is.
         threads: Upper bound of threads to use.
 
     Raises:
@@ -72,8 +76,8 @@ def round_runs(
     over_runs(lambda a, b: find(bits[a:b], magnitude, amax[a:b]), runs, threads, least=least)
     scale = scales_of(_finite(amax, grouped), grid.divisor, dtype)
     refuse_infinite_scales(scale.reshape(grouped))
-    if best:
-        scale = _best_neighbours(bits, scale, dtype, threads, least)
+    if compare is not None:
+        scale = _best_neighbours(bits, scale, dtype, compare, threads, least)
         refuse_infinite_scales(scale.reshape(grouped))
 
     write = compiled(_write_runs)
@@ -103,8 +107,7 @@ def _finite(amax: Bits, grouped: tuple[int, ...]) -> Floats:
     Raises:
         ValuesError: One is NaN or infinite; names the first.
     """
-    widened = amax.astype(np.uint32) << (32 - amax.itemsize * 8)
-    values: Floats = widened.view(np.float32)
+    values = _widened(amax)
     bad = ~np.isfinite(values).reshape(grouped)
     if bad.any():
         *row, place = np.argwhere(bad)[0]
@@ -114,7 +117,7 @@ def _finite(amax: Bits, grouped: tuple[int, ...]) -> Floats:
 
 def _overflow(bits: Bits, scale: Floats, grid: IntGrid, grouped: tuple[int, ...]) -> ValuesError:
     """Return the error for the first run whose integers times the scale are infinite."""
-    values = (bits.astype(np.uint32) << (32 - bits.itemsize * 8)).view(np.float32)
+    values = _widened(bits)
     with np.errstate(over="ignore"):
         steps = np.rint(values / scale[:, None]).clip(grid.smallest, grid.largest)
         infinite = np.isinf(steps * scale[:, None]).any(axis=1)
@@ -125,7 +128,7 @@ def _overflow(bits: Bits, scale: Floats, grid: IntGrid, grouped: tuple[int, ...]
 
 
 def _best_neighbours(
-    bits: Bits, scale: Floats, dtype: ScaleDtype, threads: int, least: int
+    bits: Bits, scale: Floats, dtype: ScaleDtype, compare: Compare, threads: int, least: int
 ) -> Floats:
     """Return each scale, or its neighbour of 16 bits where that is nearer to the values.
 
@@ -142,32 +145,37 @@ def _best_neighbours(
         values, back = np.empty(run, np.float32), np.empty(run, np.float32)
         choose(
             bits[start:stop], candidates[start:stop], values, values.view(np.uint32),
-            back, back.view(np.uint32), np.empty(run), choice[start:stop],
+            compare == "BF16", back, back.view(np.uint32), np.empty(run), choice[start:stop],
         )  # fmt: skip
 
     over_runs(work, len(scale), threads, least=least)
     best: Floats = np.take_along_axis(candidates, np.maximum(choice, 0)[:, None], axis=1)[:, 0]
     unsure = np.flatnonzero(choice < 0)
     if len(unsure):
-        best[unsure] = _reference_scales(bits[unsure], dtype)
+        best[unsure] = _reference_scales(_widened(bits[unsure]), dtype, compare)
     return best
 
 
-def _reference_scales(bits: Bits, dtype: ScaleDtype) -> Floats:
+def _reference_scales(values: Floats, dtype: ScaleDtype, compare: Compare) -> Floats:
     import torch
 
     from k3quant.formats.int4 import Int4Range, quantize_int4
 
-    signed = torch.from_numpy(bits.view(np.int16 if bits.itemsize == 2 else np.int32))
-    weight = signed.view(torch.bfloat16 if bits.itemsize == 2 else torch.float32)
+    weight = torch.from_numpy(values)
     _, scale = quantize_int4(
-        weight,
-        group_size=bits.shape[1],
+        weight.bfloat16() if compare == "BF16" else weight,
+        group_size=values.shape[1],
         grid=Int4Range.BALANCED,
         scale_dtype=torch.bfloat16 if dtype == "BF16" else torch.float16,
     )
     found: Floats = scale.float().numpy()[:, 0]
     return found
+
+
+def _widened(bits: Bits) -> Floats:
+    widened = bits.astype(np.uint32) << (32 - bits.itemsize * 8)
+    values: Floats = widened.view(np.float32)
+    return values
 
 
 def _find_amax(bits: Bits, magnitude: Any, amax: Bits) -> None:
@@ -230,6 +238,7 @@ def _choose_scales(
     candidates: Floats,
     values: Floats,
     bits: npt.NDArray[np.uint32],
+    narrow: bool,
     back: Floats,
     back_bits: npt.NDArray[np.uint32],
     squares: Doubles,
@@ -237,11 +246,10 @@ def _choose_scales(
 ) -> None:
     """Find the candidate of the least squared error, -1 where it is not certain.
 
-    What is decoded is rounded to the type of the weight. `bits` and `back_bits` are the bits of
+    `narrow` rounds what is decoded to bfloat16. `bits` and `back_bits` are the bits of
     `values` and `back`, which are scratch for one run, as `squares` is.
     """
     size = weight.shape[1]
-    narrow = weight.itemsize == 2
     shift = _u32(32 - weight.itemsize * 8)
     for run in range(weight.shape[0]):
         source = weight[run]
@@ -258,15 +266,16 @@ def _choose_scales(
                     odd = _u32((back_bits[i] >> _u32(16)) & _u32(1))
                     rounded = _u32(back_bits[i] + _u32(_u32(0x7FFF) + odd))
                     back_bits[i] = _u32(rounded & _u32(0xFFFF0000))
+            e0 = e1 = e2 = e3 = 0.0
             for i in range(size):
                 apart = np.float64(back[i]) - np.float64(values[i])
                 squares[i] = apart * apart
-            half = size // 2
-            while half:
-                for i in range(half):
-                    squares[i] += squares[i + half]
-                half //= 2
-            error = squares[0]
+            for i in range(0, size, 4):  # four sums, so that additions need not wait
+                e0 += squares[i]
+                e1 += squares[i + 1]
+                e2 += squares[i + 2]
+                e3 += squares[i + 3]
+            error = (e0 + e1) + (e2 + e3)
             numbers &= not np.isnan(error)
             if error < least:
                 least, second, found = error, least, number

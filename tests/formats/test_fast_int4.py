@@ -147,7 +147,7 @@ def test_the_reference_decides_between_scales_of_equal_error(monkeypatch):
     monkeypatch.setattr(
         fast_int_round,
         "_reference_scales",
-        lambda bits, dtype: asked.append(len(bits)) or reference(bits, dtype),
+        lambda values, *types: asked.append(len(values)) or reference(values, *types),
     )
     # Rows of one element of a group beside zeros: 7 steps of a scale, or of its neighbour.
     weight = np.zeros((1 << 14, 32), np.float32)
@@ -277,6 +277,15 @@ def test_scales_beyond_float16_are_refused(grid):
     scale[1, 1] = 180
     with pytest.raises(ValuesError, match=r"scale \[1, 1\]: .* got inf and 0 more"):
         cast_to_int4(packed, scale, group_size=32, grid=grid, scale_dtype="F16")
+
+
+def test_a_neighbour_beyond_float16_is_refused_as_the_reference_finds_it():
+    weight = np.full((1, 32), 65504.0 * 7, np.float32)  # the next scale is infinite
+    options = {"group_size": 32, "grid": Int4Range.BALANCED}
+    _, scale = quantize_int4(torch.from_numpy(weight), scale_dtype=torch.float16, **options)
+    assert torch.isinf(scale).all()
+    with pytest.raises(ValuesError, match=r"scale \[0, 0\]: .* got inf"):
+        quantize_to_int4(weight, scale_dtype="F16", **options)
 
 
 def test_columns_that_are_no_whole_groups_are_refused():

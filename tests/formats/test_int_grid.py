@@ -12,9 +12,9 @@ from k3quant.formats.int_grid import (
 )
 
 TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-# Every finite positive float32 with 12 bits of mantissa, and one bit beyond bfloat16's ties
-AMAX = (np.arange(0x7F80 << 5, dtype=np.uint32) << 11 | 1).view(np.float32)
-AMAX[0] = 0.0
+# Every finite positive float32 with 12 bits of mantissa, bfloat16's ties among them, and beside it
+BITS = np.arange(0x7F80 << 5, dtype=np.uint32) << 11
+AMAX = np.concatenate([BITS, BITS | 1]).view(np.float32)
 
 
 @pytest.mark.parametrize("dtype", TORCH_DTYPES)
