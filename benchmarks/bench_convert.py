@@ -36,6 +36,8 @@ TARGETS = {
     "gguf": ("gguf",),
     "mxfp8": ("mxfp8",),
     "fp8-block": ("fp8-block",),
+    "int8": ("int8",),
+    "int4": ("int4",),
 }
 OURS = """
 import json, sys, time

@@ -1,7 +1,8 @@
 """One matrix into one format: arrays in, arrays out, and what was kept and lost.
 
 From MXFP4 the casts keep every value they can and count the rest; from floats the matrix is
-quantized, and the error is measured on what was encoded, decoded again.
+quantized, and the error is measured on what was encoded, decoded again. Casts to integers say what
+that error is.
 """
 
 from dataclasses import dataclass
@@ -17,12 +18,12 @@ from k3quant.formats.cast_counts import CastCounts
 from k3quant.formats.error import ErrorSum, WeightError
 from k3quant.formats.fast_bf16_fp8 import quantize_bf16_to_fp8
 from k3quant.formats.fast_fp8 import cast_to_fp8, cast_to_mxfp8
+from k3quant.formats.fast_int4 import Int4Arrays, cast_to_int4, quantize_to_int4
+from k3quant.formats.fast_int8 import Int8Arrays, cast_to_int8, quantize_to_int8
 from k3quant.formats.fast_mxfp4 import dequantize_to_bf16
 from k3quant.formats.fast_nvfp4 import cast_to_nvfp4
 from k3quant.formats.fp8_block import quantize_fp8_block
 from k3quant.formats.fp8_channel import quantize_fp8_channel
-from k3quant.formats.int4 import quantize_int4
-from k3quant.formats.int8_channel import quantize_int8_channel
 from k3quant.formats.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 from k3quant.formats.mxfp8 import quantize_mxfp8
 from k3quant.formats.nvfp4 import (
@@ -101,10 +102,19 @@ def encode_from_mxfp4(
             tiles = cast_to_fp8(packed, scale_e8m0, block_shape=shape)
             parts = {WEIGHT: tiles.codes, SCALE: tiles.scale}
             return _measured(packed, scale_e8m0, choice, parts, tiles.counts)
-        case Format.INT8 | Format.INT4:
-            values = dequantize_mxfp4(_tensor(packed), _tensor(scale_e8m0), dtype=torch.float32)
-            sums = ErrorSum()
-            return Encoded(parts=encode_floats(values, choice, sums), error=sums.result())
+        case Format.INT8:
+            out = scratch.array("int8", (rows, cols), np.int8)
+            return _integers(cast_to_int8(packed, scale_e8m0, out=out), ErrorSum())  # type: ignore[arg-type]
+        case Format.INT4:
+            out = scratch.array("int4", (rows, cols // 8), np.int32)
+            groups = cast_to_int4(
+                packed,
+                scale_e8m0,
+                group_size=choice.group_size,
+                scale_dtype="BF16",
+                out=out,  # type: ignore[arg-type]
+            )
+            return _integers(groups, ErrorSum())
 
 
 def encode_floats(
@@ -115,7 +125,7 @@ def encode_floats(
     Args:
         values: `[rows, cols]` floating.
         choice: The format; not `KEEP`.
-        sums: Receives the error of what was encoded, decoded again.
+        sums: Receives the error of what was encoded, as a reader decodes it.
         global_scale: The tensor's scale, for NVFP4.
 
     Returns:
@@ -124,6 +134,14 @@ def encode_floats(
     Raises:
         ValuesError: A value is NaN or infinite, or overflows the format.
     """
+    match choice.format:
+        case Format.INT8:
+            return _integers(quantize_to_int8(_floats(values)), sums).parts
+        case Format.INT4:
+            groups = quantize_to_int4(
+                _floats(values), group_size=choice.group_size, scale_dtype="BF16"
+            )
+            return _integers(groups, sums).parts
     parts = {p: _array(t) for p, t in _quantize(values, choice, global_scale).items()}
     sums.add(values.float(), decode_parts(choice, parts, (values.shape[0], values.shape[1])))
     return parts
@@ -152,19 +170,8 @@ def _quantize(
             return {PACKED: packed, SCALE: scale, GLOBAL: torch.tensor([global_scale.value])}
         case Format.FP8_BLOCK | Format.FP8_CHANNEL:
             return _quantize_fp8(values, choice)
-        case Format.INT8:
-            return dict(zip((WEIGHT, SCALE), quantize_int8_channel(values), strict=True))
-        case Format.INT4:
-            words, scale = quantize_int4(
-                values, group_size=choice.group_size, scale_dtype=torch.bfloat16
-            )
-            return {
-                PACKED: words,
-                SCALE: scale.view(torch.uint16),
-                SHAPE: torch.tensor(values.shape),
-            }
-        case Format.KEEP:
-            raise ValueError("keep: expected a format that is encoded")
+        case Format.KEEP | Format.INT8 | Format.INT4:
+            raise ValueError(f"{choice.format}: expected a format that is quantized here")
 
 
 def _quantize_fp8(values: Tensor, choice: Choice) -> dict[str, Tensor]:
@@ -176,6 +183,26 @@ def _quantize_fp8(values: Tensor, choice: Choice) -> dict[str, Tensor]:
         return {WEIGHT: torch.from_numpy(codes), SCALE: torch.from_numpy(scale)}
     quantize = quantize_fp8_block if tiles else quantize_fp8_channel
     return dict(zip((WEIGHT, SCALE), quantize(values), strict=True))
+
+
+def _integers(found: Int8Arrays | Int4Arrays, sums: ErrorSum) -> Encoded:
+    """Return the parts of integers under scales, and add their error to the sums."""
+    sums.add_sums(found.sums)
+    if isinstance(found, Int8Arrays):
+        return Encoded(parts={WEIGHT: found.codes, SCALE: found.scale}, error=sums.result())
+    rows, words = found.words.shape
+    shape = np.array([rows, words * 8])
+    parts: dict[str, Array] = {PACKED: found.words, SCALE: found.scale, SHAPE: shape}
+    return Encoded(parts=parts, error=sums.result())
+
+
+def _floats(values: Tensor) -> npt.NDArray[np.uint16] | npt.NDArray[np.float32]:
+    """Return the bits of bfloat16, anything else as float32."""
+    if values.dtype is torch.bfloat16:
+        bits: npt.NDArray[np.uint16] = values.contiguous().view(torch.uint16).numpy()
+        return bits
+    wide: npt.NDArray[np.float32] = values.float().contiguous().numpy()
+    return wide
 
 
 def _measured(

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from k3quant.formats.error_sums import ErrorSums
+
 _PIECE = 1 << 18  # elements widened to float64 at a time; they stay in the cache
 
 
@@ -41,12 +43,7 @@ class ErrorSum:
     """Adds pieces of a tensor, or of many tensors, to one `WeightError`."""
 
     def __init__(self) -> None:
-        self._count = 0
-        self._equal = 0
-        self._max_abs = 0.0
-        self._noise = 0.0
-        self._signal = 0.0
-        self._flushed = 0
+        self._sums = ErrorSums()
         self._not_finite = 0
         self._saturated: int | None = None
 
@@ -73,39 +70,48 @@ class ErrorSum:
                 beyond = flat_reference[piece].abs().double() > flat_limit[piece].double()
                 self._saturated = (self._saturated or 0) + int(beyond.sum())
 
+    def add_sums(self, sums: ErrorSums) -> None:
+        """Add a piece that a kernel has compared."""
+        self._sums += sums
+
     def result(self) -> WeightError:
         """Return the record of all pieces so far."""
-        if self._signal > 0:
-            rel_rms: float | None = math.sqrt(self._noise / self._signal)
+        sums = self._sums
+        if sums.signal > 0:
+            rel_rms: float | None = math.sqrt(sums.noise / sums.signal)
         else:
-            rel_rms = 0.0 if self._noise == 0 else None
-        ratio = self._signal / self._noise if self._noise > 0 else 0.0
+            rel_rms = 0.0 if sums.noise == 0 else None
+        ratio = sums.signal / sums.noise if sums.noise > 0 else 0.0
         return WeightError(
-            count=self._count,
-            max_abs=self._max_abs,
+            count=sums.count,
+            max_abs=sums.max_abs,
             rel_rms=rel_rms,
             sqnr_db=10 * math.log10(ratio) if ratio > 0 else None,
             saturated=self._saturated,
-            flushed=self._flushed,
+            flushed=sums.flushed,
             not_finite=self._not_finite,
-            exact=self._equal == self._count,
+            exact=sums.equal == sums.count,
         )
 
     def _add_piece(self, reference: Tensor, candidate: Tensor) -> None:
-        self._count += reference.numel()
-        self._equal += int((reference == candidate).sum())
+        count, equal = reference.numel(), int((reference == candidate).sum())
         finite = torch.isfinite(reference) & torch.isfinite(candidate)
         whole = int(finite.sum())
-        self._not_finite += reference.numel() - whole
-        if whole < reference.numel():
+        self._not_finite += count - whole
+        if whole < count:
             reference, candidate = reference[finite], candidate[finite]
         if not whole:
+            self._sums += ErrorSums(count=count, equal=equal)
             return
         noise = candidate - reference
-        self._max_abs = max(self._max_abs, float(noise.abs().max()))
-        self._noise += float(noise.square().sum())
-        self._signal += float(reference.square().sum())
-        self._flushed += int(((reference != 0) & (candidate == 0)).sum())
+        self._sums += ErrorSums(
+            count=count,
+            equal=equal,
+            max_abs=float(noise.abs().max()),
+            noise=float(noise.square().sum()),
+            signal=float(reference.square().sum()),
+            flushed=int(((reference != 0) & (candidate == 0)).sum()),
+        )
 
 
 def weight_error(

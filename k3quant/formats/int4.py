@@ -4,8 +4,6 @@ Element i of a row lies at bits 4 * (i mod 8) of word i // 8, stored with 8 adde
 Example: -8 -7 -1 0 1 2 6 7 is the word 0xFEA98710.
 """
 
-from enum import StrEnum
-
 import torch
 from torch import Tensor
 
@@ -20,34 +18,12 @@ from k3quant.formats.blocks import (
     split_runs,
 )
 from k3quant.formats.e2m1 import pack_nibbles, unpack_nibbles
+from k3quant.formats.int_grid import Int4Range
+
+__all__ = ["Int4Range", "dequantize_int4", "pack_int4", "quantize_int4", "unpack_int4"]
 
 _OFFSET = 8
 _PER_WORD = 8
-
-
-class Int4Range(StrEnum):
-    """Which integers a group uses.
-
-    Attributes:
-        FULL: -8..7 under amax / 7.5; the largest positive value of a group clips from 7.5 to 7.
-        BALANCED: -7..7 under amax / 7, as the Kimi-K2 checkpoints.
-
-    Source: FULL: vllm-project/compressed-tensors, `quantization/utils/helpers.py`,
-        `calculate_qparams`.
-    """
-
-    FULL = "full"
-    BALANCED = "balanced"
-
-    @property
-    def divisor(self) -> float:
-        """What `amax` is divided by."""
-        return 7.5 if self is Int4Range.FULL else 7.0
-
-    @property
-    def smallest(self) -> int:
-        """The lowest integer."""
-        return -8 if self is Int4Range.FULL else -7
 
 
 def quantize_int4(

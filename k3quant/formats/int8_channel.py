@@ -13,8 +13,9 @@ from k3quant.formats.blocks import (
     check_shape,
     scale_of_amax,
 )
+from k3quant.formats.int_grid import INT8_DIVISOR
 
-INT8_DIVISOR = 127.5  # half the span of 255 steps
+__all__ = ["INT8_DIVISOR", "dequantize_int8_channel", "quantize_int8_channel"]
 
 
 def quantize_int8_channel(weight: Tensor) -> tuple[Tensor, Tensor]:
