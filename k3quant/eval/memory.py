@@ -47,6 +47,7 @@ def plan_passes(
     ram_bytes: int | None,
     ahead_bytes: int,
     walks: int = 1,
+    streams: int | None = None,
 ) -> Iterator[list[Window]]:
     """Split windows into passes that fit a budget; each pass reads the checkpoint once.
 
@@ -56,6 +57,7 @@ def plan_passes(
         ram_bytes: The budget; None puts all windows into one pass.
         ahead_bytes: Bytes that are read ahead, by all walks together.
         walks: Models that are walked in lockstep.
+        streams: Residual streams that they hold together; None is one for each walk.
 
     Raises:
         ResourceError: Not even the longest window fits.
@@ -64,7 +66,7 @@ def plan_passes(
         yield list(windows)
         return
     fixed = ahead_bytes + walks * fixed_bytes(config)
-    each = walks * bytes_per_token(config)
+    each = (streams or walks) * bytes_per_token(config)
     tokens = max(0, ram_bytes - fixed) // each
     longest = max(len(window.inputs) for window in windows)
     if longest > tokens:

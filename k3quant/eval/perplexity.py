@@ -128,7 +128,8 @@ def evaluate(
             ours.subject.config,
             ram_bytes=settings.pass_bytes,
             ahead_bytes=settings.ahead_bytes,
-            walks=sum(walker.copies for walker in walkers.values()),
+            walks=len(walkers),
+            streams=sum(walker.copies for walker in walkers.values()),
         )
     )
     meter = None if theirs is None else _meter(ours.model, theirs.model)

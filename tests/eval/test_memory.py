@@ -11,18 +11,24 @@ def _windows():
     return list(plan_windows([np.arange(1001)], ctx=100, stride=100))
 
 
-def _budget(config, tokens, walks=1):
-    return 1000 + walks * (fixed_bytes(config) + tokens * bytes_per_token(config))
+def _budget(config, tokens, walks=1, streams=1):
+    return 1000 + walks * fixed_bytes(config) + streams * tokens * bytes_per_token(config)
 
 
 @pytest.mark.parametrize(
     ("tokens", "expected"), [(1000, [10]), (999, [9, 1]), (250, [2] * 5), (100, [1] * 10)]
 )
-@pytest.mark.parametrize("walks", [1, 2], ids=["alone", "with-reference"])
-def test_windows_are_split_into_passes_that_fit(k3_config, tokens, expected, walks):
+@pytest.mark.parametrize(
+    ("walks", "streams"), [(1, 1), (2, 2), (2, 3)], ids=["alone", "with-reference", "forced"]
+)
+def test_windows_are_split_into_passes_that_fit(k3_config, tokens, expected, walks, streams):
     config = read_config(k3_config)
-    budget = _budget(config, tokens, walks)
-    passes = list(plan_passes(_windows(), config, ram_bytes=budget, ahead_bytes=1000, walks=walks))
+    budget = _budget(config, tokens, walks, streams)
+    passes = list(
+        plan_passes(
+            _windows(), config, ram_bytes=budget, ahead_bytes=1000, walks=walks, streams=streams
+        )
+    )
     assert [len(together) for together in passes] == expected
     starts = [int(w.inputs[0]) for together in passes for w in together]
     assert starts == list(range(0, 1000, 100))
