@@ -2,8 +2,9 @@
 
     python benchmarks/bench_convert.py SOURCE WORK [PEERS]
 
-SOURCE: a shard set of a few GB, such as `bench_repack.make_source` writes. WORK: a folder on the
-disk to measure. PEERS: the Python of an environment with llm-compressor and compressed-tensors.
+SOURCE: a folder with a shard set of a few GB; where there is none, what `bench_repack` measures is
+written there, with the bundled vocabulary, which GGUF needs. WORK: a folder on the disk to measure.
+PEERS: the Python of an environment with llm-compressor and compressed-tensors.
 Each round writes and syncs the same number of bytes as the conversion did, right after it; the
 written pages are handed to the disk at once, as `convert` does, because otherwise a plain writer
 shows the kernel's patience with dirty pages and not the disk. `start_up` is a conversion of the
@@ -22,6 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bench_repack import make_source
 from record import environment, rates, samples, save
 
 from k3quant.checkpoint.page_cache import start_writeback
@@ -143,6 +145,10 @@ def peer(python: str, code: str, source: Path, work: Path) -> dict[str, Any]:
 def main() -> None:
     source, work = Path(sys.argv[1]), Path(sys.argv[2])
     work.mkdir(parents=True, exist_ok=True)
+    if not source.exists():
+        make_source(source)
+        for name in ("tiktoken.model", "tokenizer_config.json"):
+            shutil.copy(NANO / name, source)
     result: dict[str, Any] = {
         "environment": environment("torch", "numba"),
         "input_bytes": tensor_bytes(source),
