@@ -32,8 +32,12 @@ def gpu_environment(*packages: str) -> dict[str, Any]:
     }
 
 
-def cuda_samples(work: Callable[[], object], *, runs: int) -> list[float]:
-    """Return the seconds of each run between two events on the stream, after warming up."""
+def cuda_samples(work: Callable[[], object], *, runs: int) -> tuple[list[float], dict[str, float]]:
+    """Time runs between two events on the stream, after warming up.
+
+    Returns:
+        The seconds of each run; the clock and the power draw while the last runs were under way.
+    """
     work()
     torch.cuda.synchronize()
     began = time.perf_counter()
@@ -47,8 +51,9 @@ def cuda_samples(work: Callable[[], object], *, runs: int) -> list[float]:
     for edge in edges[1:]:
         work()
         edge.record()
+    state = {"sm_mhz": torch.cuda.clock_rate(), "watts": torch.cuda.power_draw() / 1e3}
     torch.cuda.synchronize()
-    return [a.elapsed_time(b) / 1e3 for a, b in pairwise(edges)]
+    return [a.elapsed_time(b) / 1e3 for a, b in pairwise(edges)], state
 
 
 class Meter:
@@ -70,9 +75,9 @@ class Meter:
 
     def copy_bandwidth(self) -> float:
         """Measure a device-to-device copy again; return bytes read and written a second."""
-        seconds = cuda_samples(lambda: self._target.copy_(self._source), runs=self.runs)
+        seconds, state = cuda_samples(lambda: self._target.copy_(self._source), runs=self.runs)
         moved = 2 * self._source.numel()
-        self.result["copy"].append({"bytes": moved, "seconds": seconds})
+        self.result["copy"].append({"bytes": moved, "seconds": seconds, **state})
         return self.copy
 
     @property
@@ -83,19 +88,19 @@ class Meter:
 
     def bandwidth(self, name: str, work: Callable[[], object], moved: int, **facts: Any) -> float:
         """Measure work that reads and writes `moved` bytes; return its share of the copy."""
-        seconds = cuda_samples(work, runs=self.runs)
+        seconds, state = cuda_samples(work, runs=self.runs)
         rate = moved / median(seconds)
         share = rate / self.copy
-        self._add(name, seconds, facts, bytes=moved, gb_s=rate / 1e9, share_of_copy=share)
+        self._add(name, seconds, facts | state, bytes=moved, gb_s=rate / 1e9, share_of_copy=share)
         return share
 
     def compute(
         self, name: str, work: Callable[[], object], operations: int, **facts: Any
     ) -> float:
         """Measure work of so many floating-point operations; return TFLOP/s."""
-        seconds = cuda_samples(work, runs=max(3, self.runs // 4))
+        seconds, state = cuda_samples(work, runs=max(3, self.runs // 4))
         rate = operations / median(seconds) / 1e12
-        self._add(name, seconds, facts, operations=operations, tflop_s=rate)
+        self._add(name, seconds, facts | state, operations=operations, tflop_s=rate)
         return rate
 
     def guarded(self, name: str, part: Callable[[], None]) -> None:

@@ -174,7 +174,7 @@ def situ(meter: Meter, *, small: bool) -> None:
     """Try tile sizes of SiTU."""
     tokens = 512 if small else 65536
     gate, up = random_bf16(2 * tokens, INNER), random_bf16(2 * tokens, INNER)
-    tiles = grid(_ROWS=(2, 4, 8), _COLS=(256, 512, 1024), _WARPS=(4, 8))
+    tiles = grid(_ROWS=(1, 2, 4), _COLS=(512, 1024), _WARPS=(1, 2, 4))
     work = partial(situ_and_mul.situ_and_mul, gate, up, **BOUNDS)
     attempt(meter, situ_and_mul, tiles, ("situ_and_mul", work, 6 * gate.numel()))
 
@@ -190,14 +190,10 @@ def residual(meter: Meter, *, small: bool) -> None:
         return f"attn_res_mix of {count}", work, 2 * (count + 1) * sources[0].numel()
 
     shapes = [
-        (1, 4, 4),
-        (1, 4, 2),
-        (2, 8, 2),
-        (2, 8, 3),
-        (2, 16, 1),
-        *product((1,), (8, 16), (1, 3)),
+        {"_TOKENS": tokens, "_WARPS": warps, "_STAGES": stages}
+        for tokens, warps, stages in product((4, 16, 64), (4, 8), (3, 4))
     ]
-    attempt(meter, attn_res_mix, [{"_TILE": shape} for shape in shapes], case(2), case(5), case(9))
+    attempt(meter, attn_res_mix, shapes, case(2), case(5), case(9))
 
 
 TILES = {

@@ -19,7 +19,9 @@ from k3quant.kernels.rounding import to_dtype, to_float32
 MAX_SOURCES = 9
 
 # Tokens and warps of a program, sources in flight; measured on one H200 for 2, 5 and 9 sources.
-_TILE = (1, 4, 4)
+_TOKENS = 16
+_WARPS = 4
+_STAGES = 4
 
 
 def attn_res_mix(sources: Sequence[Tensor], norm: Tensor, proj: Tensor, *, eps: float) -> Tensor:
@@ -47,20 +49,19 @@ def attn_res_mix(sources: Sequence[Tensor], norm: Tensor, proj: Tensor, *, eps: 
     direction = norm.float() * proj.float().reshape(-1)
     unused = (sources[0],) * (MAX_SOURCES - len(sources))
     if out.numel():
-        at_once, warps, stages = _TILE
-        _attn_res_mix_kernel[(triton.cdiv(tokens, at_once),)](
+        _attn_res_mix_kernel[(triton.cdiv(tokens, _TOKENS),)](
             *sources,
             *unused,
             direction,
             out,
             tokens,
             width,
+            len(sources),
             eps,
-            TOKENS=at_once,
-            SOURCES=len(sources),
-            STAGES=stages,
+            TOKENS=_TOKENS,
+            STAGES=_STAGES,
             WIDTH=triton.next_power_of_2(width),
-            num_warps=warps,
+            num_warps=_WARPS,
         )
     return out
 
@@ -70,7 +71,8 @@ def _add_both(a, b, c, d):
     return a + c, b + d
 
 
-@triton.jit
+# Neither number is compiled in: one kernel serves every block of every model.
+@triton.jit(do_not_specialize=["tokens", "count"])
 def _attn_res_mix_kernel(
     source0_ptr,
     source1_ptr,
@@ -85,21 +87,22 @@ def _attn_res_mix_kernel(
     out_ptr,
     tokens,
     width,
+    count,
     eps,
     TOKENS: tl.constexpr,
-    SOURCES: tl.constexpr,
     STAGES: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    col = tl.arange(0, WIDTH)[None, :]
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)[:, None]
-    live = (token < tokens) & (col < width)
-    place = token.to(tl.int64) * width + col
-    direction = tl.load(direction_ptr + col, mask=col < width, other=0)
-    total = tl.zeros((TOKENS, WIDTH), tl.float32)
-    shares = tl.zeros((TOKENS,), tl.float32)
-    peak = tl.full((TOKENS,), float("-inf"), tl.float32)
-    for i in tl.range(0, SOURCES, num_stages=STAGES):
+    col = tl.arange(0, WIDTH)
+    live = col < width
+    direction = tl.load(direction_ptr + col, mask=live, other=0)
+    total = tl.zeros((WIDTH,), tl.float32)
+    shares, peak = 0.0, float("-inf")
+    first = tl.program_id(0) * TOKENS
+    # The sources of one token and then of the next, so that some are always on their way.
+    for step in tl.range(0, tl.minimum(TOKENS, tokens - first) * count, num_stages=STAGES):
+        i = step % count
+        place = (first + step // count).to(tl.int64) * width
         source_ptr = tl.where(i == 1, source1_ptr, source0_ptr)
         source_ptr = tl.where(i == 2, source2_ptr, source_ptr)
         source_ptr = tl.where(i == 3, source3_ptr, source_ptr)
@@ -108,13 +111,16 @@ def _attn_res_mix_kernel(
         source_ptr = tl.where(i == 6, source6_ptr, source_ptr)
         source_ptr = tl.where(i == 7, source7_ptr, source_ptr)
         source_ptr = tl.where(i == 8, source8_ptr, source_ptr)
-        x = to_float32(tl.load(source_ptr + place, mask=live, other=0))
-        dot, square = tl.reduce((x * direction, x * x), 1, _add_both)
+        x = to_float32(tl.load(source_ptr + place + col, mask=live, other=0))
+        dot, square = tl.reduce((x * direction, x * x), 0, _add_both)
         score = dot * tl.rsqrt(square / width + eps)
         higher = tl.maximum(peak, score)
         fade, share = exp(peak - higher), exp(score - higher)
-        total = total * fade[:, None] + x * share[:, None]
+        total = total * fade + x * share
         shares = shares * fade + share
         peak = higher
-    mixed = to_dtype(total / shares[:, None], out_ptr.dtype.element_ty)
-    tl.store(out_ptr + place, mixed, mask=live)
+        if i == count - 1:
+            mixed = to_dtype(total * (1.0 / shares), out_ptr.dtype.element_ty)
+            tl.store(out_ptr + place + col, mixed, mask=live)
+            total = tl.zeros((WIDTH,), tl.float32)
+            shares, peak = 0.0, float("-inf")

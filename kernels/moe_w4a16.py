@@ -54,7 +54,7 @@ GATE_UP_TILES = {
 }
 DOWN_TILES = {
     16: Tile(depth=256, warps=8, registers=128),
-    32: Tile(rows=256, depth=256, warps=8),
+    32: Tile(depth=256),
     64: Tile(),
     128: Tile(),
 }

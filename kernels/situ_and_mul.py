@@ -7,12 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from k3quant.kernels.fast_math import exp, exp2, reciprocal
+from k3quant.kernels.fast_math import exp2, reciprocal
 from k3quant.kernels.rounding import to_dtype, to_float32
 
-_ROWS = 4
-_COLS = 512
-_WARPS = 8
+_ROWS = 2
+_COLS = 1024
+_WARPS = 2
 
 
 def situ_and_mul(gate: Tensor, up: Tensor, *, beta: float, linear_beta: float) -> Tensor:
@@ -51,19 +51,23 @@ def situ_and_mul(gate: Tensor, up: Tensor, *, beta: float, linear_beta: float) -
 
 
 @triton.jit
-def _bounded_parts(x, BOUND: tl.constexpr):
-    """Return numerator and denominator of BOUND * tanh(x / BOUND).
+def _decay(x, RATE: tl.constexpr):
+    """Return e^(-RATE |x|), at most 1."""
+    return exp2(tl.abs(x) * (-1.4426950408889634 * RATE))
+
+
+@triton.jit
+def _bounded_parts(x, decay, BOUND: tl.constexpr):
+    """Return numerator and denominator of BOUND * tanh(x / BOUND), given e^(-2 |x| / BOUND).
 
     Below a quarter of the bound a series of three terms is right to 4e-7, and the quotient of
     exponentials, which cancels there, above it.
     """
-    EXPONENT: tl.constexpr = -2.0 * 1.4426950408889634 / BOUND
     SQUARE: tl.constexpr = 1.0 / (BOUND * BOUND)
     SMALL: tl.constexpr = 0.0625 * BOUND * BOUND
     FIRST: tl.constexpr = -1 / 3 * SQUARE
     SECOND: tl.constexpr = 2 / 15 * SQUARE * SQUARE
     THIRD: tl.constexpr = -17 / 315 * SQUARE * SQUARE * SQUARE
-    decay = exp2(tl.abs(x) * EXPONENT)
     square = x * x
     series = x + x * (square * (FIRST + square * (SECOND + square * THIRD)))
     sign = x.to(tl.uint32, bitcast=True) & 0x80000000
@@ -75,10 +79,13 @@ def _bounded_parts(x, BOUND: tl.constexpr):
 @triton.jit
 def situ(gate, up, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr):
     """Compute SiTU of float32 tensors with a single division."""
-    gate_top, gate_bottom = _bounded_parts(gate, BETA)
-    up_top, up_bottom = _bounded_parts(up, LINEAR_BETA)
-    bottom = gate_bottom * up_bottom * (1.0 + exp(-gate))
-    return gate_top * up_top * reciprocal(bottom)
+    slow = _decay(gate, 2.0 / BETA)
+    # K3's bound of 4 gives the sigmoid's exponential as a square, which is cheaper than another.
+    fast = slow * slow if BETA == 4.0 else _decay(gate, 1.0)
+    gate_top, gate_bottom = _bounded_parts(gate, slow, BETA)
+    up_top, up_bottom = _bounded_parts(up, _decay(up, 2.0 / LINEAR_BETA), LINEAR_BETA)
+    sigmoid_top = tl.where(gate < 0, fast, 1.0)
+    return gate_top * sigmoid_top * up_top * reciprocal(gate_bottom * up_bottom * (1.0 + fast))
 
 
 @triton.jit

@@ -43,6 +43,19 @@ def test_a_dominant_source_is_returned_whole(device: str) -> None:
     assert torch.allclose(out, sources[1], rtol=1e-6, atol=0)
 
 
+def test_tokens_of_one_program_do_not_meet(device: str, error_ratio: Callable[..., float]) -> None:
+    generator = torch.Generator().manual_seed(12)
+    sources = [torch.randn((40, 32), generator=generator) for _ in range(3)]
+    sources[1][5] = float("nan")
+    norm, proj = torch.rand(32, generator=generator), torch.randn((1, 32), generator=generator)
+    out = attn_res_mix([s.to(device) for s in sources], norm.to(device), proj.to(device), eps=1e-5)
+    out = out.cpu()
+    expected = mix_blocks(Residual(sources[-1], tuple(sources[:-1])), norm, proj, eps=1e-5)
+    others = torch.arange(40) != 5
+    assert out[5].isnan().all()
+    assert error_ratio(out[others], expected[others]) < 2e-6
+
+
 @pytest.mark.parametrize("count", [0, 10], ids=str)
 def test_only_one_to_nine_sources(device: str, count: int) -> None:
     x = torch.zeros(1, 8, device=device)

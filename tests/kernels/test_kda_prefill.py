@@ -59,7 +59,6 @@ def test_state_goes_from_segment_to_segment(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("budget", [1 << 30, 0], ids=["one-call", "segments"])
 def test_fla_agrees_with_the_reference(
     error_ratio: Callable[..., float], monkeypatch: pytest.MonkeyPatch, budget: int
