@@ -53,7 +53,7 @@ PARTS = {"dense": (0, 0), "moe": (2, 3)}
 THREADS = 16
 WARM_LAYERS = 5  # every kind of layer once: kernels are compiled and tuned
 PIECES = (8 << 20, 16 << 20, 32 << 20)
-COLD_BYTES = 8 << 30
+COLD_BYTES = 4 << 30
 
 
 def make(folder: Path, experts: int | None) -> None:
