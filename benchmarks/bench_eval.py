@@ -208,26 +208,29 @@ def drop_cache() -> None:
 def cold(checkpoint: Checkpoint) -> dict[str, Any]:
     """Read a layer of experts from the disk, and a file with `dd` before and after."""
     largest = max(files_of(checkpoint), key=lambda path: path.stat().st_size)
-    rates = {"dd": [dd(largest)], "dd direct": [dd(largest, "iflag=direct")]}
-    drop_cache()
     model = DeviceModel(
         checkpoint, dtype=torch.bfloat16, device=torch.device("cuda"), threads=THREADS
     )
     ids = np.random.default_rng(0).integers(0, model.config.vocab_size, 4096)
-    edges: list[tuple[float, int]] = []
-    with closing(walk_layers(model, [ids])) as layers:
-        for _ in islice(layers, 3):  # the embedding, the dense layer, one with experts
-            torch.cuda.synchronize()
-            edges.append((time.perf_counter(), model.bytes_read))
-    seconds, read = edges[2][0] - edges[0][0], edges[2][1] - edges[0][1]
-    rates["dd"].append(dd(largest))
-    rates["dd direct"].append(dd(largest, "iflag=direct"))
-    return {
-        "kind": "cold",
-        "gb_s": rates | {"walk": [read / seconds / 1e9]},
-        "bytes_read": read,
-        "seconds": seconds,
-    }
+
+    def read(layers: int) -> tuple[int, float]:
+        before, began = model.bytes_read, time.perf_counter()
+        with closing(walk_layers(model, [ids])) as states:
+            for _ in islice(states, layers + 1):
+                torch.cuda.synchronize()
+            return model.bytes_read - before, time.perf_counter() - began
+
+    read(WARM_LAYERS)  # from the page cache
+    rates: dict[str, list[float]] = {"dd": [], "dd direct": [], "walk": []}
+    amounts: list[int] = []
+    for _ in range(2):
+        rates["dd"].append(dd(largest))
+        rates["dd direct"].append(dd(largest, "iflag=direct"))
+        drop_cache()
+        amount, seconds = read(2)
+        rates["walk"].append(amount / seconds / 1e9)
+        amounts.append(amount)
+    return {"kind": "cold", "gb_s": rates, "bytes_read": amounts}
 
 
 def walk(checkpoint: Checkpoint, run: str) -> dict[str, Any]:

@@ -18,8 +18,19 @@ def drop_behind(fd: int, offset: int, length: int) -> None:
     New pages cost more than the copy into them, above all in a virtual machine.
     """
     _sync_range(fd, offset, length, _WRITE_AND_WAIT)
+    forget(fd, offset, length)
+
+
+def forget(fd: int, offset: int, length: int) -> None:
+    """Give a range's pages back, but those that were not written out yet."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
+
+
+def read_ahead(fd: int, offset: int, length: int) -> None:
+    """Let the disk begin to read a range now."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, offset, length, os.POSIX_FADV_WILLNEED)
 
 
 def _sync_range(fd: int, offset: int, length: int, flags: int) -> None:

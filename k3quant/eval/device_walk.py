@@ -64,7 +64,7 @@ class DeviceWalk:
         layers = range(first, stored.config.num_hidden_layers)
         self._reader = ChunkReader(
             self._chunks(layers),
-            _Origin(checkpoint, stored),
+            _Origin(checkpoint, stored, threads),
             device=device,
             own_arenas=budget.own_arenas,
             own_bytes=own_bytes,
@@ -157,11 +157,13 @@ class DeviceWalk:
 class _Origin:
     """A checkpoint as what pieces are read from."""
 
-    def __init__(self, checkpoint: Checkpoint, stored: StoredTensors) -> None:
+    def __init__(self, checkpoint: Checkpoint, stored: StoredTensors, threads: int) -> None:
         self._source = checkpoint.source
         self._stored = stored
         num_bytes = sum(entry.length for entry in checkpoint.entries.values())
-        self.files = OpenFiles(_root(checkpoint), past_cache=outgrows_memory(num_bytes))
+        self.files = OpenFiles(
+            _root(checkpoint), past_cache=outgrows_memory(num_bytes), at_once=threads
+        )
 
     def read_into(self, piece: Piece, skip: int, buffer: memoryview) -> None:
         try:

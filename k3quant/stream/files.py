@@ -1,7 +1,7 @@
-"""Open files of a walk: read through the page cache, or past it where a page is not in it.
+"""Open files of a walk: where ranges are read, and how where they are not in memory yet.
 
-A checkpoint that is larger than the memory would push every page out before its next use, at the
-price of a copy and of finding room for each. What somebody has in the cache is read from there.
+A checkpoint that is larger than the memory would push every page out before its next use. So what
+is not in the page cache leaves nothing there, whichever way is the faster on this disk.
 """
 
 import os
@@ -10,9 +10,28 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from k3quant.checkpoint.folder import read_error
+from k3quant.checkpoint.page_cache import forget, read_ahead
+from k3quant.stream.trial import Trial, Way
 
 CACHED_SHARE = 0.75
 """Of the machine's memory that a checkpoint may take and be kept in the page cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """A range of a file that is about to be read.
+
+    Attributes:
+        fd: The descriptor to read it with.
+        offset: Its first byte.
+        length: Its bytes.
+        way: Which way was chosen; None for what is in memory or shall stay there.
+    """
+
+    fd: int
+    offset: int
+    length: int
+    way: Way | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,20 +43,22 @@ class _Opened:
 class OpenFiles:
     """Files of a folder, each opened when it is first read."""
 
-    def __init__(self, root: Path, *, past_cache: bool) -> None:
+    def __init__(self, root: Path, *, past_cache: bool, at_once: int) -> None:
         """Remember the folder.
 
         Args:
             root: The folder.
-            past_cache: Whether ranges that are not in the page cache are read past it.
+            past_cache: Whether ranges that are not in the page cache shall leave nothing there.
+            at_once: Ranges that are read at a time.
         """
         self._root = root
         self._past_cache = past_cache
         self._lock = threading.Lock()
         self._opened: dict[str, _Opened] = {}
+        self._trial = Trial((Way.PAST_CACHE, Way.THROUGH_CACHE), at_once=at_once)
 
-    def descriptor(self, file: str, offset: int, length: int) -> int:
-        """Return the descriptor to read a range with.
+    def begin(self, file: str, offset: int, length: int) -> Range:
+        """Choose how to read a range; the kernel may begin already.
 
         Raises:
             IncompleteError: There is no such file.
@@ -47,9 +68,21 @@ class OpenFiles:
             opened = self._opened.get(file)
             if opened is None:
                 opened = self._opened[file] = self._open(file)
-        if opened.direct is None or _in_cache(opened.cached, offset, length):
-            return opened.cached
-        return opened.direct
+        if _in_cache(opened.cached, offset, length):
+            return Range(opened.cached, offset, length, None)
+        way = self._trial.next() if self._past_cache else None
+        if way is Way.PAST_CACHE and opened.direct is not None:
+            return Range(opened.direct, offset, length, way)
+        read_ahead(opened.cached, offset, length)
+        return Range(opened.cached, offset, length, None if way is None else Way.THROUGH_CACHE)
+
+    def end(self, done: Range) -> None:
+        """Take notice of a range that was read."""
+        if done.way is None:
+            return
+        if done.way is Way.THROUGH_CACHE:
+            forget(done.fd, done.offset, done.length)
+        self._trial.finished(done.way, done.length)
 
     def close(self) -> None:
         """Close all files."""
@@ -66,7 +99,7 @@ class OpenFiles:
         except OSError as error:
             raise read_error(file, error) from error
         direct: int | None = None
-        if self._past_cache and hasattr(os, "O_DIRECT") and hasattr(os, "RWF_NOWAIT"):
+        if self._past_cache and hasattr(os, "O_DIRECT"):
             try:
                 direct = os.open(self._root / file, flags | os.O_DIRECT)
             except OSError:  # the file system has nothing past the cache
@@ -82,9 +115,12 @@ def outgrows_memory(num_bytes: int) -> bool:
 
 def _in_cache(fd: int, offset: int, length: int) -> bool:
     """Return whether a range's first and last byte can be read without waiting for the disk."""
+    without_waiting = getattr(os, "RWF_NOWAIT", None)
+    if without_waiting is None:
+        return True
     for place in (offset, offset + length - 1):
         try:
-            os.preadv(fd, [bytearray(1)], place, os.RWF_NOWAIT)
+            os.preadv(fd, [bytearray(1)], place, without_waiting)
         except BlockingIOError:
             return False
         except OSError:  # the file system does not say

@@ -208,8 +208,9 @@ class ChunkReader:
     def _load(self, loaded: Loaded, piece: Piece, lane: Lane) -> None:
         if self._stream is not None and loaded.arena.free is not None:
             self._stream.wait_event(loaded.arena.free)
-        fd = self._origin.files.descriptor(piece.file, piece.offset, piece.length)
-        done = lane.transfer(fd, piece.offset, piece.length, piece.parts, loaded.data)
+        read = self._origin.files.begin(piece.file, piece.offset, piece.length)
+        done = lane.transfer(read.fd, piece.offset, piece.length, piece.parts, loaded.data)
+        self._origin.files.end(read)
         if done < piece.length:
             self._load_slowly(loaded, piece, done)
         self._origin.count(piece.length)
