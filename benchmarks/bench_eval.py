@@ -11,7 +11,8 @@ layer 3 (MLA and experts), embedding and head. `walk` opens them as a checkpoint
 layer's entries lead to the bytes of its kind, nothing is copied, and every byte is read from the
 page cache as often as the release would be read from a disk. `limit` is a plain loop of threads
 that reads the same files into pinned memory and copies them to the GPU, with the best of several
-lengths of a read. `cold` empties the page cache (as root) and times a layer of experts beside `dd`.
+lengths of a read. `cold` empties the page cache (as root) and takes a layer of experts as the walk
+does, beside `dd` of as cold a file; it computes nothing, so it needs no GPU, only the disk.
 
 Seconds are wall time from the first embedding row to the last loss, after five layers that compile
 and tune the kernels. GFLOP count products of the
@@ -34,7 +35,7 @@ from typing import Any
 import numpy as np
 import torch
 from harness import gpu_environment
-from record import RESULTS
+from record import RESULTS, environment
 
 from k3quant.checkpoint.folder import LocalFolder
 from k3quant.checkpoint.reader import Checkpoint, TensorEntry, open_checkpoint
@@ -54,6 +55,9 @@ THREADS = 16
 WARM_LAYERS = 5  # every kind of layer once: kernels are compiled and tuned
 PIECES = (8 << 20, 16 << 20, 32 << 20)
 COLD_BYTES = 4 << 30
+COLD_ARENA_BYTES = 12 << 30
+COLD_TOKENS = 4096
+COLD_LAYERS = (0, 1)
 
 
 def make(folder: Path, experts: int | None) -> None:
@@ -205,32 +209,46 @@ def drop_cache() -> None:
     Path("/proc/sys/vm/drop_caches").write_text("3\n")
 
 
-def cold(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Read a layer of experts from the disk, and a file with `dd` before and after."""
+def cold(checkpoint: Checkpoint, rounds: int = 3) -> dict[str, Any]:
+    """Take layers from the disk without computing, and read a file with `dd` before and after."""
     largest = max(files_of(checkpoint), key=lambda path: path.stat().st_size)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = DeviceModel(
-        checkpoint, dtype=torch.bfloat16, device=torch.device("cuda"), threads=THREADS
+        checkpoint,
+        dtype=torch.bfloat16,
+        device=device,
+        vram_bytes=None if device.type == "cuda" else COLD_ARENA_BYTES,
+        threads=THREADS,
     )
-    ids = np.random.default_rng(0).integers(0, model.config.vocab_size, 4096)
-
-    def read(layers: int) -> tuple[int, float]:
-        before, began = model.bytes_read, time.perf_counter()
-        with closing(walk_layers(model, [ids])) as states:
-            for _ in islice(states, layers + 1):
-                torch.cuda.synchronize()
-            return model.bytes_read - before, time.perf_counter() - began
-
-    read(WARM_LAYERS)  # from the page cache
+    model.embed(torch.zeros(COLD_TOKENS, dtype=torch.int64))  # so many that all experts are read
+    every = torch.arange(model.config.moe.num_experts)
     rates: dict[str, list[float]] = {"dd": [], "dd direct": [], "walk": []}
-    amounts: list[int] = []
-    for _ in range(2):
+
+    def time_dd() -> None:
         rates["dd"].append(dd(largest))
         rates["dd direct"].append(dd(largest, "iflag=direct"))
+
+    for _ in range(rounds):
+        time_dd()
         drop_cache()
-        amount, seconds = read(2)
+        before, began = model.bytes_read, time.perf_counter()
+        with model.walk() as run:
+            for layer in COLD_LAYERS:
+                run.weights.layer(layer)
+                if model.config.is_moe(layer):
+                    for chunk in run.weights.chunks(layer, every):
+                        run.weights.release(chunk)
+            amount, seconds = model.bytes_read - before, time.perf_counter() - began
         rates["walk"].append(amount / seconds / 1e9)
-        amounts.append(amount)
-    return {"kind": "cold", "gb_s": rates, "bytes_read": amounts}
+        print(json.dumps(rates), flush=True)
+    time_dd()
+    return {
+        "kind": "cold",
+        "environment": environment("torch"),
+        "device": device.type,
+        "bytes": amount,
+        "gb_s": rates,
+    }
 
 
 def walk(checkpoint: Checkpoint, run: str) -> dict[str, Any]:
