@@ -9,12 +9,13 @@ from torch import Tensor
 
 from k3quant.checkpoint.reader import Checkpoint
 from k3quant.eval.finite import count_non_finite
-from k3quant.eval.layer_walk import LayerWalk
 from k3quant.eval.prefetch import Prefetch
 from k3quant.eval.source import HeadBlock
 from k3quant.eval.stored import StoredTensors
+from k3quant.eval.weight_walk import WeightWalk, largest_chunks
 from k3quant.eval.weights import decode_weight
 from k3quant.models.k3_config import K3Config, read_config
+from k3quant.stream.budget import plan_ahead
 
 HEAD_BLOCK_ELEMENTS = 1 << 24  # 64 MiB of float32 lm_head
 GATHER_GAP_BYTES = 1 << 16  # embedding rows closer than this are read in one go
@@ -48,7 +49,7 @@ class CheckpointModel:
         Args:
             checkpoint: The opened checkpoint.
             dtype: Dtype of the activations.
-            ahead_bytes: Bound of the bytes that are read ahead.
+            ahead_bytes: Bound of the experts' bytes that are read ahead.
             threads: Reads at a time.
 
         Raises:
@@ -59,6 +60,8 @@ class CheckpointModel:
         self.dtype = dtype
         self.device = torch.device("cpu")
         self.stored = StoredTensors(checkpoint, self.config)
+        self._checkpoint = checkpoint
+        self._tokens = 0
         self._ahead_bytes = ahead_bytes
         self._threads = threads
 
@@ -67,14 +70,23 @@ class CheckpointModel:
         """Bytes read so far."""
         return self.stored.bytes_read
 
-    def walk(self, first: int = 0) -> LayerWalk:
+    def walk(self, first: int = 0) -> WeightWalk:
         """Open a walk through the layers, from one of them to the last; reading starts at once."""
-        return LayerWalk(
+        own, expert = largest_chunks(self._checkpoint, self.stored)
+        experts = self.config.moe.num_experts if expert else 0
+        return WeightWalk(
+            self._checkpoint,
             self.stored,
             first=first,
             dtype=self.dtype,
-            ahead_bytes=self._ahead_bytes,
+            device=self.device,
+            budget=plan_ahead(
+                own=own, expert=expert, experts=experts, ahead_bytes=self._ahead_bytes
+            ),
+            own_bytes=own,
+            expert_bytes=expert,
             threads=self._threads,
+            tokens=self._tokens,
         )
 
     def global_weight(self, role: str) -> Tensor:
@@ -90,6 +102,7 @@ class CheckpointModel:
         Returns:
             `[N, D]`.
         """
+        self._tokens = len(ids)
         unique, place = np.unique(ids.numpy(), return_inverse=True)
         rows = torch.empty((len(unique), self.config.hidden_size), dtype=self.dtype)
         for run in _runs(unique, self.stored.row_bytes("embed_tokens")):
@@ -129,10 +142,9 @@ class CheckpointModel:
         return None
 
     def _of_layer(self, layer: int) -> Iterator[tuple[str, Tensor]]:
-        for unit in self.stored.layer_units(layer):
-            for parts in self.stored.read_unit(unit).values():
-                first = next(iter(parts.values()))
-                yield first.name, decode_weight(parts, dtype=torch.float32)
+        for parts in self.stored.read_layer(layer):
+            first = next(iter(parts.values()))
+            yield first.name, decode_weight(parts, dtype=torch.float32)
 
     def _globals(self) -> Iterator[tuple[str, Tensor]]:
         for role in self.stored.global_roles:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from k3quant import ops
 from k3quant.eval.device_moe import routed_experts
-from k3quant.eval.device_walk import DeviceWalk
+from k3quant.eval.weight_walk import WeightWalk
 from k3quant.models.k3_config import K3Config, LayerKind, MoeConfig
 from k3quant.models.k3_layer import (
     Blocks,
@@ -136,7 +136,7 @@ class DeviceLayer:
         self,
         residual: Residual,
         weights: Mapping[str, Tensor],
-        walk: DeviceWalk,
+        walk: WeightWalk,
         layer: int,
         *,
         tap: Tap | None = None,
@@ -205,7 +205,7 @@ class DeviceLayer:
         residual: Residual,
         groups: Sequence[slice],
         weights: Mapping[str, Tensor],
-        walk: DeviceWalk,
+        walk: WeightWalk,
         layer: int,
         *,
         tap: Tap | None,

@@ -10,22 +10,19 @@ from torch import Tensor
 from k3quant.checkpoint.reader import Checkpoint
 from k3quant.eval.checkpoint_model import CheckpointModel
 from k3quant.eval.device_layer import DeviceLayer, device_blocks
-from k3quant.eval.device_walk import DeviceWalk
 from k3quant.eval.source import HeadBlock
 from k3quant.eval.stored import StoredTensors
+from k3quant.eval.weight_walk import WeightWalk, largest_chunks
 from k3quant.models.k3_config import K3Config
 from k3quant.models.residual import Residual
 from k3quant.models.tap import Tap, under
-from k3quant.stream.budget import PIECE_BYTES, Budget, Need, plan_budget
-from k3quant.stream.chunks import expert_chunk, own_chunk
+from k3quant.stream.budget import Budget, Need, plan_budget
 
 GROUP_TOKENS = 8192
 SMALL_GROUP_TOKENS = 2048
 SMALL_VRAM_BYTES = 48 << 30
 # Float32 activations of attention's width that are alive together, per token.
 WIDE_ACTIVATIONS = 16
-# Tokens a chosen expert must have on average for every expert to be read without waiting.
-CROWD = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +34,7 @@ class DeviceRun:
         forms: Runs the halves of a layer.
     """
 
-    weights: DeviceWalk
+    weights: WeightWalk
     forms: DeviceLayer
 
     def run_layer(
@@ -123,7 +120,7 @@ class DeviceModel:
         self._threads = threads
         self._tokens = 0
         small = self._vram_bytes < SMALL_VRAM_BYTES
-        self._own_bytes, self.expert_bytes = self._largest()
+        self._own_bytes, self.expert_bytes = largest_chunks(checkpoint, self._stored)
         self._layer = DeviceLayer(
             config=self.config,
             device=device,
@@ -140,9 +137,7 @@ class DeviceModel:
     def walk(self, first: int = 0) -> Iterator[DeviceRun]:
         """Open a walk through the layers, from one of them to the last; reading starts at once."""
         budget = self.budget or self._plan(1)
-        moe = self.config.moe
-        crowd = self._tokens * moe.num_experts_per_token >= CROWD * moe.num_experts
-        with DeviceWalk(
+        with WeightWalk(
             self._checkpoint,
             self._stored,
             first=first,
@@ -152,7 +147,7 @@ class DeviceModel:
             own_bytes=self._own_bytes,
             expert_bytes=self.expert_bytes,
             threads=self._threads,
-            all_experts=crowd,
+            tokens=self._tokens,
         ) as weights:
             yield DeviceRun(weights, self._layer)
 
@@ -204,20 +199,6 @@ class DeviceModel:
             vram_bytes=self._vram_bytes,
             ram_bytes=self._ram_bytes,
         )
-
-    def _largest(self) -> tuple[int, int]:
-        """Return the bytes of the largest layer's own tensors and of the largest expert."""
-        own = expert = 0
-        for layer in range(self.config.num_hidden_layers):
-            specs = self._stored.layer_specs(layer)
-            mine = [spec for spec in specs if spec.expert is None]
-            first = [spec for spec in specs if spec.expert == 0]
-            chunk = own_chunk(self._checkpoint, layer, mine, piece_bytes=PIECE_BYTES)
-            own = max(own, chunk.num_bytes)
-            if first:
-                alone = expert_chunk(self._checkpoint, layer, {0: first}, piece_bytes=PIECE_BYTES)
-                expert = max(expert, alone.num_bytes)
-        return own, expert
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -7,7 +7,7 @@ the chunks' size in the last bit at most, and never on timing.
 Legend: N tokens, L width of the experts' space, k experts a token.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from math import prod
 
 import torch
@@ -16,7 +16,8 @@ from torch import Tensor
 from k3quant import ops
 from k3quant.errors import ValuesError
 from k3quant.eval.stored import place_name
-from k3quant.eval.weights import StoredPart, decode_weights
+from k3quant.eval.weight_walk import parts_of
+from k3quant.eval.weights import decode_weights
 from k3quant.formats.mx import E8M0_NAN
 from k3quant.kernels.expert_tiles import SortedSlots, sort_slots
 from k3quant.models.mlp import gated_mlp
@@ -163,15 +164,6 @@ def _one_by_one(
             z[token[mine]], w["expert.w1"], w["expert.w3"], w["expert.w2"], gate=gate
         )
     return out
-
-
-def parts_of(loaded: Loaded, expert: int | None) -> Mapping[str, Mapping[str, StoredPart]]:
-    """Return the stored parts of an expert, or of the layer's own tensors, by role."""
-    roles: dict[str, dict[str, StoredPart]] = {}
-    for (role, part), place in loaded.chunk.places[expert].items():
-        data = loaded.data[place.start : place.start + place.length]
-        roles.setdefault(role, {})[part] = StoredPart(place.name, place.dtype, place.shape, data)
-    return roles
 
 
 def _nan_scale(loaded: Loaded, first: int, *scales: Tensor) -> ValuesError:

@@ -11,6 +11,7 @@ from k3quant.models.k3_tensors import layer_tensors
 from k3quant.sizes import format_size
 
 FLOAT_BYTES = 4
+STORED_BYTES = 2  # of a layer's own weights, kept until they are no longer needed
 # Activations of attention's width that are alive together: q, k, v before and after convolution,
 # decay, gate, products of the delta rule, output.
 ATTENTION_ACTIVATIONS = 14
@@ -37,7 +38,8 @@ def fixed_bytes(config: K3Config) -> int:
         )
         for layer in kinds.values()
     )
-    return FLOAT_BYTES * (weights + ATTENTION_ACTIVATIONS * BATCH_ELEMENTS)
+    activations = ATTENTION_ACTIVATIONS * BATCH_ELEMENTS
+    return STORED_BYTES * weights + FLOAT_BYTES * (weights + activations)
 
 
 def plan_passes(

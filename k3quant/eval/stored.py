@@ -1,14 +1,14 @@
-"""The language model's tensors in a checkpoint: proved against the table, read in units."""
+"""The language model's tensors in a checkpoint, proved against the table."""
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from k3quant.checkpoint.reader import Checkpoint
-from k3quant.errors import K3QuantError, SchemaError
+from k3quant.errors import SchemaError
 from k3quant.eval.weights import StoredPart
 from k3quant.models.k3_config import K3Config
 from k3quant.models.k3_tensors import (
@@ -19,23 +19,6 @@ from k3quant.models.k3_tensors import (
     shard_tensors,
 )
 from k3quant.schemes.storage import SUFFIXES, mismatches, nearest_storage, storage_of
-
-Parts = Mapping[str, Mapping[str, StoredPart]]
-"""Stored parts by role, then by part."""
-
-
-class LayerUnit(NamedTuple):
-    """What is read in one go: a weight outside the experts, or a whole expert."""
-
-    layer: int
-    expert: int | None
-    specs: tuple[TensorSpec, ...]
-    num_bytes: int
-
-    @property
-    def where(self) -> str:
-        """Its place in the model, for messages."""
-        return place_name(self.layer, self.expert)
 
 
 def place_name(layer: int, expert: int | None) -> str:
@@ -92,34 +75,19 @@ class StoredTensors:
         table = layer_tensors(self.config, layer, packed=False)
         return [stored for spec in table for stored in self._stored(spec)]
 
-    def layer_units(self, layer: int) -> Iterator[LayerUnit]:
-        """Yield what a layer reads: its own weights, then its experts in ascending order."""
-        own: dict[str, list[TensorSpec]] = {}
-        experts: dict[int, list[TensorSpec]] = {}
-        for spec in self.layer_specs(layer):
-            if spec.expert is None:
-                own.setdefault(spec.role, []).append(spec)
-            else:
-                experts.setdefault(spec.expert, []).append(spec)
-        for specs in own.values():  # a weight with its scales
-            yield self._unit(layer, None, specs)
-        for expert in sorted(experts):
-            yield self._unit(layer, expert, experts[expert])
-
-    def read_unit(self, unit: LayerUnit) -> Parts:
-        """Read a unit's bytes.
+    def read_layer(self, layer: int) -> Iterator[Mapping[str, StoredPart]]:
+        """Read the parts of a layer's weights, one weight at a time, its own before its experts'.
 
         Raises:
-            K3QuantError: The read failed; the message names layer and expert.
+            K3QuantError: A read failed.
         """
-        try:
-            return self._read(unit.specs)
-        except K3QuantError as error:
-            raise type(error)(f"{unit.where}: {error.message}", hint=error.hint) from error
+        specs = sorted(self.layer_specs(layer), key=lambda s: -1 if s.expert is None else s.expert)
+        for _, weight in groupby(specs, key=lambda spec: (spec.expert, spec.role)):
+            yield self._read(tuple(weight))
 
     def read_global(self, role: str) -> Mapping[str, StoredPart]:
         """Read a tensor outside the layers."""
-        return self._read((self._globals[role],))[role]
+        return self._read((self._globals[role],))
 
     def read_rows(self, role: str, first: int, last: int) -> Mapping[str, StoredPart]:
         """Read the rows `first` to `last - 1` of a table outside the layers."""
@@ -136,17 +104,12 @@ class StoredTensors:
         entry = self._checkpoint.entry(self._globals[role].name)
         return entry.length // entry.shape[0]
 
-    def _unit(self, layer: int, expert: int | None, specs: list[TensorSpec]) -> LayerUnit:
-        num_bytes = sum(self._checkpoint.entry(spec.name).length for spec in specs)
-        return LayerUnit(layer, expert, tuple(specs), num_bytes)
-
-    def _read(self, specs: Sequence[TensorSpec]) -> dict[str, dict[str, StoredPart]]:
-        parts: dict[str, dict[str, StoredPart]] = {}
+    def _read(self, specs: Sequence[TensorSpec]) -> dict[str, StoredPart]:
+        parts: dict[str, StoredPart] = {}
         for spec in specs:
             entry = self._checkpoint.entry(spec.name)
             data = self._read_bytes(spec.name, 0, entry.length)
-            part = StoredPart(spec.name, entry.dtype, entry.shape, data)
-            parts.setdefault(spec.role, {})[spec.part] = part
+            parts[spec.part] = StoredPart(spec.name, entry.dtype, entry.shape, data)
         return parts
 
     def _read_bytes(self, name: str, offset: int, length: int) -> Tensor:

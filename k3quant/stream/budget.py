@@ -16,6 +16,7 @@ BUFFERS = 2
 
 CHUNK_BYTES = 2 << 30
 SMALL_CHUNK_BYTES = 512 << 20
+AHEAD_CHUNKS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +57,27 @@ class Budget:
     stream_on_device: bool
     device_bytes: int
     host_bytes: int
+
+
+def plan_ahead(*, own: int, expert: int, experts: int, ahead_bytes: int) -> Budget:
+    """Share out what may be read ahead where it is also computed: a layer's own, and experts.
+
+    Args:
+        own: A layer's own tensors, the largest layer's, in bytes.
+        expert: One expert, in bytes.
+        experts: Experts of a layer; 0 without.
+        ahead_bytes: Bytes of experts that are read ahead; two experts always are.
+    """
+    chunk = max(1, min(experts, ahead_bytes // AHEAD_CHUNKS // max(1, expert))) if experts else 0
+    count = max(2, min(AHEAD_CHUNKS, -(-2 * experts // chunk))) if experts else 0
+    return Budget(
+        own_arenas=1,
+        expert_arenas=count,
+        chunk_experts=chunk,
+        stream_on_device=True,
+        device_bytes=own + count * chunk * expert,
+        host_bytes=0,
+    )
 
 
 def plan_budget(

@@ -43,16 +43,19 @@ class _Opened:
 class OpenFiles:
     """Files of a folder, each opened when it is first read."""
 
-    def __init__(self, root: Path, *, past_cache: bool, at_once: int) -> None:
+    def __init__(self, root: Path, *, keep: bool, whole_pages: bool, at_once: int) -> None:
         """Remember the folder.
 
         Args:
             root: The folder.
-            past_cache: Whether ranges that are not in the page cache shall leave nothing there.
+            keep: Whether what is read may stay in the page cache.
+            whole_pages: Whether ranges are read in whole pages to whole pages of memory, without
+                which there is no way past the cache.
             at_once: Ranges that are read at a time.
         """
         self._root = root
-        self._past_cache = past_cache
+        self._keep = keep
+        self._whole_pages = whole_pages
         self._lock = threading.Lock()
         self._opened: dict[str, _Opened] = {}
         self._trial = Trial((Way.PAST_CACHE, Way.THROUGH_CACHE), at_once=at_once)
@@ -70,7 +73,7 @@ class OpenFiles:
                 opened = self._opened[file] = self._open(file)
         if _in_cache(opened.cached, offset, length):
             return Range(opened.cached, offset, length, None)
-        way = self._trial.next() if self._past_cache else None
+        way = None if self._keep else self._trial.next()
         if way is Way.PAST_CACHE and opened.direct is not None:
             return Range(opened.direct, offset, length, way)
         read_ahead(opened.cached, offset, length)
@@ -99,7 +102,7 @@ class OpenFiles:
         except OSError as error:
             raise read_error(file, error) from error
         direct: int | None = None
-        if self._past_cache and hasattr(os, "O_DIRECT"):
+        if self._whole_pages and not self._keep and hasattr(os, "O_DIRECT"):
             try:
                 direct = os.open(self._root / file, flags | os.O_DIRECT)
             except OSError:  # the file system has nothing past the cache

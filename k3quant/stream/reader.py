@@ -191,7 +191,8 @@ class ChunkReader:
                 self._more.notify_all()
 
     def _fill(self) -> None:
-        _give_way()
+        if self._stream is not None:
+            _give_way()
         lane: Lane | None = None
         while (job := self._work.get()) is not None:
             loaded, piece = job

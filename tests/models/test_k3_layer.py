@@ -55,6 +55,11 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
+def _kept(weights):
+    """Copy weights, whose memory the walk uses again."""
+    return {role: weight.clone() for role, weight in weights.items()}
+
+
 @pytest.fixture(scope="module")
 def stack(oracle):
     model = CheckpointModel(
@@ -64,9 +69,9 @@ def stack(oracle):
     layers, experts = [], []
     with model.walk() as walk:
         for layer in range(config.num_hidden_layers):
-            layers.append(walk.layer(layer))
+            layers.append(_kept(walk.layer(layer)))
             every = range(config.moe.num_experts) if config.is_moe(layer) else ()
-            experts.append(list(walk.experts(layer, every)))
+            experts.append([_kept(expert) for expert in walk.experts(layer, every)])
     ends = {"embed_tokens": model.embed(torch.arange(config.vocab_size))}
     ends["lm_head"] = torch.cat([weight for _, weight in model.head_blocks()])
     for role in ("norm", "output_attn_res_norm", "output_attn_res_proj"):

@@ -21,7 +21,7 @@ def open_descriptors() -> int:
 
 def test_a_file_is_opened_once_and_closed_with_the_rest(folder: Path) -> None:
     before = open_descriptors()
-    opened = OpenFiles(folder, past_cache=False, at_once=1)
+    opened = OpenFiles(folder, keep=True, whole_pages=True, at_once=1)
     first = opened.begin("shard", 0, 10)
     assert opened.begin("shard", 50_000, 10).fd == first.fd
     assert os.pread(first.fd, 10, 0) == bytes(10)
@@ -32,7 +32,7 @@ def test_a_file_is_opened_once_and_closed_with_the_rest(folder: Path) -> None:
 
 def test_a_missing_file_is_named(folder: Path) -> None:
     with pytest.raises(IncompleteError, match="nothing-here: expected a file, got none"):
-        OpenFiles(folder, past_cache=False, at_once=1).begin("nothing-here", 0, 1)
+        OpenFiles(folder, keep=True, whole_pages=True, at_once=1).begin("nothing-here", 0, 1)
 
 
 def test_only_what_is_not_cached_is_tried_past_the_cache(folder: Path, monkeypatch) -> None:
@@ -41,7 +41,7 @@ def test_only_what_is_not_cached_is_tried_past_the_cache(folder: Path, monkeypat
         files, "_in_cache", lambda fd, offset, length: offset + length <= cached_up_to
     )
     before = open_descriptors()
-    opened = OpenFiles(folder, past_cache=True, at_once=1)
+    opened = OpenFiles(folder, keep=False, whole_pages=True, at_once=1)
     cached = opened.begin("shard", 0, 1000)
     direct = opened.begin("shard", 0, 1001)
     assert cached.way is None
@@ -59,7 +59,7 @@ def test_what_was_read_through_the_cache_to_try_it_does_not_stay(folder: Path, m
             files, advice, lambda fd, offset, length, a=advice: told.append((a, offset, length))
         )
     monkeypatch.setattr(files, "_in_cache", lambda fd, offset, length: False)
-    opened = OpenFiles(folder, past_cache=True, at_once=1)
+    opened = OpenFiles(folder, keep=False, whole_pages=True, at_once=1)
     tried = [opened.begin("shard", i, 7) for i in range(6)]
     for read in tried:
         opened.end(read)
@@ -73,7 +73,7 @@ def test_what_was_read_through_the_cache_to_try_it_does_not_stay(folder: Path, m
 def test_a_checkpoint_that_fits_memory_stays_there(folder: Path, monkeypatch) -> None:
     monkeypatch.setattr(files, "_in_cache", lambda fd, offset, length: False)
     monkeypatch.setattr(files, "forget", lambda *range_: pytest.fail("pages were given back"))
-    opened = OpenFiles(folder, past_cache=False, at_once=1)
+    opened = OpenFiles(folder, keep=True, whole_pages=True, at_once=1)
     for _ in range(9):
         read = opened.begin("shard", 0, 10)
         assert read.way is None
@@ -93,7 +93,7 @@ def test_a_file_system_without_a_way_past_the_cache_is_read_through_it(
 
     monkeypatch.setattr(files.os, "open", refuse)
     monkeypatch.setattr(files, "_in_cache", lambda fd, offset, length: False)
-    opened = OpenFiles(folder, past_cache=True, at_once=1)
+    opened = OpenFiles(folder, keep=False, whole_pages=True, at_once=1)
     for _ in range(9):
         read = opened.begin("shard", 0, 10)
         assert os.pread(read.fd, 10, 0) == bytes(10)

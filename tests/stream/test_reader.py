@@ -37,7 +37,7 @@ class Folder:
     ) -> None:
         (root / "f").write_bytes(bytes(range(SIZE)))
         (root / "short").write_bytes(bytes(range(SIZE - 5)))
-        self.files = OpenFiles(root, past_cache=False, at_once=1)
+        self.files = OpenFiles(root, keep=True, whole_pages=True, at_once=1)
         self.counted: list[int] = []
         self.slowly = slowly
 

@@ -1,6 +1,6 @@
-"""A walk through the layers whose weights arrive on a device while it computes."""
+"""A walk through the layers whose weights arrive in memory, or on a device, while it computes."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import Condition
 
@@ -10,17 +10,19 @@ from torch import Tensor
 from k3quant.checkpoint.folder import LocalFolder
 from k3quant.checkpoint.reader import Checkpoint
 from k3quant.errors import K3QuantError
-from k3quant.eval.device_moe import parts_of
 from k3quant.eval.stored import StoredTensors, exact_roles, place_name
-from k3quant.eval.weights import decode_weights
+from k3quant.eval.weights import StoredPart, decode_weights
 from k3quant.models.k3_tensors import TensorSpec
 from k3quant.stream.budget import PIECE_BYTES, Budget
 from k3quant.stream.chunks import Chunk, Piece, expert_chunk, own_chunk
 from k3quant.stream.files import OpenFiles, outgrows_memory
 from k3quant.stream.reader import ChunkReader, Loaded
 
+# Tokens a chosen expert must have on average for every expert to be read without waiting.
+CROWD = 4
 
-class DeviceWalk:
+
+class WeightWalk:
     """Gives a layer's own weights, then its experts in chunks, layer after layer."""
 
     def __init__(
@@ -35,7 +37,7 @@ class DeviceWalk:
         own_bytes: int,
         expert_bytes: int,
         threads: int,
-        all_experts: bool,
+        tokens: int,
     ) -> None:
         """Start reading.
 
@@ -49,14 +51,15 @@ class DeviceWalk:
             own_bytes: Bytes of the largest layer's own tensors, as chunks lay them out.
             expert_bytes: Bytes of an expert.
             threads: Reads at a time.
-            all_experts: Whether every expert is read, in file order and ahead of time; otherwise
-                only those that some token chose, once that is known.
+            tokens: Tokens of the walk. Where there are many, every expert is read, in file order
+                and ahead of time; otherwise only those that some token chose, once that is known.
         """
         self._checkpoint = checkpoint
         self._stored = stored
         self._dtype = dtype
         self._chunk_experts = budget.chunk_experts
-        self._all = all_experts
+        moe = stored.config.moe
+        self._all = tokens * moe.num_experts_per_token >= CROWD * moe.num_experts
         self._choice = Condition()
         self._chosen: dict[int, Sequence[int]] = {}
         self._closed = False
@@ -64,7 +67,7 @@ class DeviceWalk:
         layers = range(first, stored.config.num_hidden_layers)
         self._reader = ChunkReader(
             self._chunks(layers),
-            _Origin(checkpoint, stored, threads),
+            _Origin(checkpoint, stored, device, threads),
             device=device,
             own_arenas=budget.own_arenas,
             own_bytes=own_bytes,
@@ -73,7 +76,7 @@ class DeviceWalk:
             threads=threads,
         )
 
-    def __enter__(self) -> "DeviceWalk":
+    def __enter__(self) -> "WeightWalk":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -99,6 +102,28 @@ class DeviceWalk:
             exact=exact_roles(own),
             where=place_name(layer, None),
         )
+
+    def experts(
+        self, layer: int, wanted: Sequence[int]
+    ) -> Generator[Mapping[str, Tensor], None, None]:
+        """Yield the weights of some experts, ascending, one at a time.
+
+        Each is gone when the next is asked for.
+
+        Raises:
+            K3QuantError: A read failed, or a value cannot be decoded.
+        """
+        chosen = frozenset(wanted)
+        for loaded in self.chunks(layer, torch.tensor(wanted)) if wanted else ():
+            try:
+                for expert in (e for e in loaded.chunk.experts if e in chosen):
+                    yield decode_weights(
+                        parts_of(loaded, expert),
+                        dtype=self._dtype,
+                        where=place_name(layer, expert),
+                    )
+            finally:
+                self.release(loaded)
 
     def chunks(self, layer: int, wanted: Tensor) -> Iterator[Loaded]:
         """Yield a layer's chunks of experts, ascending.
@@ -154,15 +179,44 @@ class DeviceWalk:
             return self._chosen.pop(layer, ())
 
 
+def parts_of(loaded: Loaded, expert: int | None) -> Mapping[str, Mapping[str, StoredPart]]:
+    """Return the stored parts of an expert, or of the layer's own tensors, by role."""
+    roles: dict[str, dict[str, StoredPart]] = {}
+    for (role, part), place in loaded.chunk.places[expert].items():
+        data = loaded.data[place.start : place.start + place.length]
+        roles.setdefault(role, {})[part] = StoredPart(place.name, place.dtype, place.shape, data)
+    return roles
+
+
+def largest_chunks(checkpoint: Checkpoint, stored: StoredTensors) -> tuple[int, int]:
+    """Return the bytes of the largest layer's own tensors and of the largest expert."""
+    own = expert = 0
+    for layer in range(stored.config.num_hidden_layers):
+        specs = stored.layer_specs(layer)
+        mine = [spec for spec in specs if spec.expert is None]
+        first = [spec for spec in specs if spec.expert == 0]
+        chunk = own_chunk(checkpoint, layer, mine, piece_bytes=PIECE_BYTES)
+        own = max(own, chunk.num_bytes)
+        if first:
+            alone = expert_chunk(checkpoint, layer, {0: first}, piece_bytes=PIECE_BYTES)
+            expert = max(expert, alone.num_bytes)
+    return own, expert
+
+
 class _Origin:
     """A checkpoint as what pieces are read from."""
 
-    def __init__(self, checkpoint: Checkpoint, stored: StoredTensors, threads: int) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, stored: StoredTensors, device: torch.device, threads: int
+    ) -> None:
         self._source = checkpoint.source
         self._stored = stored
         num_bytes = sum(entry.length for entry in checkpoint.entries.values())
         self.files = OpenFiles(
-            _root(checkpoint), past_cache=outgrows_memory(num_bytes), at_once=threads
+            _root(checkpoint),
+            keep=not outgrows_memory(num_bytes),
+            whole_pages=device.type == "cuda",
+            at_once=threads,
         )
 
     def read_into(self, piece: Piece, skip: int, buffer: memoryview) -> None:
