@@ -94,6 +94,9 @@ class WeightWalk:
         """
         if self._held is not None:
             self._reader.release(self._held)
+        with self._choice:  # whoever did not ask for the last layer's experts needs none
+            self._chosen.setdefault(layer - 1, ())
+            self._choice.notify_all()
         self._held = loaded = self._take(layer)
         own = [spec for spec in self._stored.layer_specs(layer) if spec.expert is None]
         return decode_weights(

@@ -63,6 +63,13 @@ def test_a_walk_reads_only_chosen_experts(oracle, open_model):
         assert "mla.o_proj" not in walk.layer(2)
 
 
+def test_experts_that_nobody_asks_for_are_not_waited_for(oracle, open_model):
+    model = open_model(oracle)
+    with model.walk() as walk:
+        for layer in range(model.config.num_hidden_layers):
+            assert "input_layernorm" in walk.layer(layer)
+
+
 def test_a_walk_refuses_layers_out_of_order(oracle, open_model):
     with open_model(oracle).walk() as walk:
         walk.layer(0)
