@@ -7,11 +7,11 @@ no digest anywhere to compare with.
 
 import hashlib
 import json
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 
-from k3quant.checkpoint.folder import FileInfo
 from k3quant.checkpoint.index import INDEX_FILE, Index
 from k3quant.checkpoint.join import SHARD_SUFFIX
+from k3quant.checkpoint.other_index import OtherIndex
 from k3quant.checkpoint.reader import CONFIG_FILE, read_json
 from k3quant.errors import IncompleteError
 from k3quant.hub.client import HubClient
@@ -84,8 +84,8 @@ def plan_cut_parts(
         ResourceError: The server failed for as long as the policy allows.
     """
     source = HubSource(listing, client=client)
-    narrow = _NarrowSource(source, index.parsed(), settings)
-    source.prefetch_headers(narrow.shards, jobs=settings.jobs)
+    narrow, shards = _narrow(source, index.parsed(), settings)
+    source.prefetch_headers(shards, jobs=settings.jobs)
     repack = RepackSettings(layers=settings.layers, experts=settings.experts)
     plan = plan_repack(narrow, repack)
     sidecars = [listing.files[n] for n in plan.sidecars.copied if is_sidecar(n)]
@@ -113,52 +113,31 @@ def plan_cut_parts(
     )
 
 
-class _NarrowSource:
-    """A repository with no other shards than a cut needs, so that no other header is read."""
+def _narrow(
+    source: HubSource, index: Index | None, settings: DownloadSettings
+) -> tuple[OtherIndex, list[str]]:
+    """Return a repository with no other shards than a cut needs, and those shards.
 
-    def __init__(self, source: HubSource, index: Index | None, settings: DownloadSettings) -> None:
-        if index is None:
-            raise IncompleteError(
-                f"{source.label}: index missing: expected {INDEX_FILE} to tell what lies where",
-                hint="fetch the whole checkpoint and cut it with `k3quant repack`",
-            )
-        config = read_json(source, CONFIG_FILE)
-        cut = plan_cut(config, layers=settings.layers, experts=settings.experts)
-        modules = {tensor.source.module for tensor in cut_tensors(cut)}
-        # By module and not by name, so that experts in another spelling than the table's count.
-        self.shards = sorted(
-            {file for name, file in index.weight_map.items() if name.rpartition(".")[0] in modules}
+    No other header is read then.
+    """
+    if index is None:
+        raise IncompleteError(
+            f"{source.label}: index missing: expected {INDEX_FILE} to tell what lies where",
+            hint="fetch the whole checkpoint and cut it with `k3quant repack`",
         )
-        needed = set(self.shards)
-        kept = {name: file for name, file in index.weight_map.items() if file in needed}
-        self._source = source
-        self._index = json.dumps({"metadata": {}, "weight_map": kept}).encode()
-        self._files = {
-            name: info
-            for name, info in source.files.items()
-            if name in needed or not name.endswith(SHARD_SUFFIX)
-        }
-        self._files[INDEX_FILE] = FileInfo(size=len(self._index))
-
-    @property
-    def label(self) -> str:
-        """The repository at its commit."""
-        return self._source.label
-
-    @property
-    def files(self) -> Mapping[str, FileInfo]:
-        """The files that the cut needs, and all that are no shards."""
-        return self._files
-
-    def read(self, file: str, offset: int, length: int) -> bytes:
-        """Read a range, fewer bytes only where the file ends; raises as the repository does."""
-        if file == INDEX_FILE:
-            return self._index[offset : offset + length]
-        return self._source.read(file, offset, length)
-
-    def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
-        """Fill a buffer from a range; raises as the repository does."""
-        self._source.read_into(file, offset, buffer)
+    config = read_json(source, CONFIG_FILE)
+    cut = plan_cut(config, layers=settings.layers, experts=settings.experts)
+    modules = {tensor.source.module for tensor in cut_tensors(cut)}
+    # By module and not by name, so that experts in another spelling than the table's count.
+    shards = {file for name, file in index.weight_map.items() if name.rpartition(".")[0] in modules}
+    kept = {name: file for name, file in index.weight_map.items() if file in shards}
+    files = {
+        name: info
+        for name, info in source.files.items()
+        if name in shards or not name.endswith(SHARD_SUFFIX)
+    }
+    document = json.dumps({"metadata": {}, "weight_map": kept}).encode()
+    return OtherIndex(source, document, files), sorted(shards)
 
 
 def _expected(plan: RepackPlan, listing: Listing, planned: PlannedHeader, size: int) -> Expected:

@@ -23,7 +23,7 @@ from k3quant.models.k3_config import K3Config, looks_like_k3, read_config
 from k3quant.repack.cut import CUT_FILE, Cut, cut_entries, plan_cut
 from k3quant.repack.places import items_by_file, place_tensors
 from k3quant.repack.ranges import PlannedHeader, find_links, lay_out, merge_metadata
-from k3quant.repack.rebuild import IndexFromHeaders
+from k3quant.repack.rebuild import index_from_headers
 from k3quant.repack.settings import Layout, RepackSettings
 from k3quant.repack.sidecars import Sidecars, sort_sidecars
 from k3quant.report import FaultClass, Finding, Report, Severity
@@ -183,7 +183,7 @@ def plan_repack(source: Path | Source, settings: RepackSettings) -> RepackPlan:
 def open_source(source: Path | Source, settings: RepackSettings) -> Checkpoint:
     """Open the source, by its index or by its files' headers as the settings say."""
     place = LocalFolder(source) if isinstance(source, Path) else source
-    return open_checkpoint(IndexFromHeaders(place) if settings.rebuild_index else place)
+    return open_checkpoint(index_from_headers(place).place if settings.rebuild_index else place)
 
 
 def _plan_shards(

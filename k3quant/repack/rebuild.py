@@ -6,11 +6,13 @@ of them, and, for Kimi-K3, no module of the table is without a tensor.
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from k3quant.checkpoint.folder import FileInfo, LocalFolder, Source
+from k3quant.checkpoint.folder import LocalFolder, Source
 from k3quant.checkpoint.header import Header, scan_header
 from k3quant.checkpoint.index import INDEX_FILE, encode_index
+from k3quant.checkpoint.other_index import OtherIndex
 from k3quant.checkpoint.output_file import atomic_write
 from k3quant.checkpoint.reader import (
     CONFIG_FILE,
@@ -27,46 +29,43 @@ from k3quant.report import Report
 _NUMBERED = re.compile(r"(.*-)(\d+)-of-(\d+)\.safetensors")
 
 
-class IndexFromHeaders:
-    """A checkpoint's files with an index that says what their headers say.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rebuilt:
+    """An index that says what headers say.
+
+    Attributes:
+        place: The checkpoint's files with it.
+        index: The index, as a file.
+        shards: The shards it names.
+        num_tensors: Tensors in it.
+    """
+
+    place: OtherIndex
+    index: bytes
+    shards: tuple[str, ...]
+    num_tensors: int
+
+
+def index_from_headers(source: Source) -> Rebuilt:
+    """Make an index of all shards of a place from their headers.
 
     Raises:
         IncompleteError: There are no shards, a number is missing, or a module has no tensor.
         StructureError: A header is malformed, or a tensor lies in two files.
     """
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-        shards = top_level_shards(source)
-        _check_numbers(source, shards)
-        headers = {file: _read_header(source, file) for file in shards}
-        weight_map = _map_tensors(headers)
-        _check_modules(source, weight_map)
-        total = sum(e.end - e.begin for h in headers.values() for e in h.tensors.values())
-        self.index = encode_index(weight_map, total)
-        self.shards = tuple(shards)
-        self.num_tensors = len(weight_map)
-        self._files = {**source.files, INDEX_FILE: FileInfo(size=len(self.index))}
-
-    @property
-    def label(self) -> str:
-        """How people name the place."""
-        return self._source.label
-
-    @property
-    def files(self) -> Mapping[str, FileInfo]:
-        """Every file, the index being the rebuilt one."""
-        return self._files
-
-    def read(self, file: str, offset: int, length: int) -> bytes:
-        """Read a range, fewer bytes only where the file ends."""
-        if file == INDEX_FILE:
-            return self.index[offset : offset + length]
-        return self._source.read(file, offset, length)
-
-    def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
-        """Fill a buffer from a range of a shard."""
-        self._source.read_into(file, offset, buffer)
+    shards = top_level_shards(source)
+    _check_numbers(source, shards)
+    headers = {file: _read_header(source, file) for file in shards}
+    weight_map = _map_tensors(headers)
+    _check_modules(source, weight_map)
+    total = sum(e.end - e.begin for h in headers.values() for e in h.tensors.values())
+    index = encode_index(weight_map, total)
+    return Rebuilt(
+        place=OtherIndex(source, index, source.files),
+        index=index,
+        shards=tuple(shards),
+        num_tensors=len(weight_map),
+    )
 
 
 def rebuild_index(folder: Path) -> Report:
@@ -80,7 +79,7 @@ def rebuild_index(folder: Path) -> Report:
         StructureError: A header is malformed, or a tensor lies in two files.
         ResourceError: The index cannot be written.
     """
-    rebuilt = IndexFromHeaders(LocalFolder(folder))
+    rebuilt = index_from_headers(LocalFolder(folder))
     written = atomic_write(folder / INDEX_FILE, rebuilt.index)
     return Report(
         command="repack",

@@ -47,9 +47,9 @@ def test_a_window_that_does_not_fit_is_refused(k3_config):
         list(plan_passes(_windows(), config, ram_bytes=_budget(config, 99), ahead_bytes=1000))
 
 
-def test_k3_holds_some_400_kilobytes_a_token_and_7_gigabytes_beside(k3_config):
+def test_k3_holds_some_400_kilobytes_a_token_and_9_gigabytes_beside(k3_config):
     config = read_config(k3_config)
-    # Layer 0 is the widest: KDA and the dense MLP.
+    # Layer 0 is the widest: KDA and the dense MLP, as it is stored and as it computes.
     # 8 blocks, the prefix and five working copies of 7168 floats, three of the latent's 3584.
     assert bytes_per_token(config) == 4 * ((1 + 8 + 5) * 7168 + 3 * 3584 + 896)
-    assert 6e9 < fixed_bytes(config) < 7e9
+    assert 8.5e9 < fixed_bytes(config) < 9e9

@@ -128,6 +128,7 @@ def test_twenty_kills_send_at_most_one_piece_again_for_each_connection(
 def test_sigint_ends_with_the_line_to_go_on(
     hub: Any, nursery: Nursery, out: Path, tmp_path: Path, slow_files: dict[str, bytes]
 ) -> None:
+    hub.bytes_per_second = 100e3  # ten seconds, however late the signal comes
     pid = nursery.start()
     wait_for_bytes(hub)
     time.sleep(0.4)
