@@ -69,6 +69,7 @@ class ReportRow:
         return [
             self.label,
             format_size(row["checkpoint_bytes"]),
+            row["dtype"] or number(None),
             number(row["ppl"], ".4f"),
             number(row["kld_mean"]),
             number(row["kld_p99"]),
@@ -77,7 +78,16 @@ class ReportRow:
         ]
 
 
-HEADERS = ("checkpoint", "size", "perplexity", "KL mean", "KL p99", "noise floor", "same top-1")
+HEADERS = (
+    "checkpoint",
+    "size",
+    "run in",
+    "perplexity",
+    "KL mean",
+    "KL p99",
+    "noise floor",
+    "same top-1",
+)
 
 
 def read_reports(paths: Sequence[Path]) -> list[ReportRow]:

@@ -103,7 +103,8 @@ def files(report, tmp_path):
 def test_reports_side_by_side(files):
     rows = read_reports(files)
     assert [row.label for row in rows] == ["a", "<b>", "c"]
-    assert rows[1].cells()[:4] == ["<b>", "8.00 GB", f"{rows[1].summary['ppl']:.4f}", "0.01"]
+    ppl = f"{rows[1].summary['ppl']:.4f}"
+    assert rows[1].cells()[:5] == ["<b>", "8.00 GB", "float32", ppl, "0.01"]
     text = compare_page(rows)
     assert _seen(text).count("svg") == 1
     assert _seen(text).count("tr") == 4
