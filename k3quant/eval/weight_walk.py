@@ -14,7 +14,7 @@ from k3quant.eval.stored import StoredTensors, exact_roles, place_name
 from k3quant.eval.weights import StoredPart, decode_weights
 from k3quant.models.k3_tensors import TensorSpec
 from k3quant.stream.budget import PIECE_BYTES, Budget
-from k3quant.stream.chunks import Chunk, Piece, expert_chunk, own_chunk
+from k3quant.stream.chunks import Chunk, expert_chunk, own_chunk
 from k3quant.stream.files import OpenFiles, outgrows_memory
 from k3quant.stream.reader import ChunkReader, Loaded
 
@@ -213,6 +213,7 @@ class _Origin:
         self, checkpoint: Checkpoint, stored: StoredTensors, device: torch.device, threads: int
     ) -> None:
         self._source = checkpoint.source
+        self._entries = checkpoint.entries
         self._stored = stored
         num_bytes = sum(entry.length for entry in checkpoint.entries.values())
         self.files = OpenFiles(
@@ -222,12 +223,19 @@ class _Origin:
             at_once=threads,
         )
 
-    def read_into(self, piece: Piece, skip: int, buffer: memoryview) -> None:
+    def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
         try:
-            self._source.read_into(piece.file, piece.offset + skip, buffer)
+            self._source.read_into(file, offset, buffer)
         except K3QuantError as error:
-            message = f"{error.message}, reading from tensor {piece.name} on"
+            message = f"{error.message}, reading tensor {self._tensor_at(file, offset)}"
             raise type(error)(message, hint=error.hint) from error
+
+    def _tensor_at(self, file: str, offset: int) -> str:
+        return next(
+            name
+            for name, entry in self._entries.items()
+            if entry.file == file and 0 <= offset - entry.offset < entry.length
+        )
 
     def count(self, length: int) -> None:
         self._stored.count(length)

@@ -34,15 +34,14 @@ class Piece(NamedTuple):
         file: File name.
         offset: First byte in the file.
         length: Bytes.
-        parts: Start in the piece, bytes, and start in the arena of each run that stays together.
-        name: First tensor, for messages.
+        parts: Start in the piece, bytes, and start in the arena of each tensor, or of the run of
+            it that lies here.
     """
 
     file: str
     offset: int
     length: int
     parts: tuple[tuple[int, int, int], ...]
-    name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,17 +146,16 @@ def _pieces(checkpoint: Checkpoint, places: Iterable[Place], piece_bytes: int) -
     for file, together in groupby(runs, key=lambda run: run[0]):
         parts: list[tuple[int, int, int]] = []
         begin = end = 0
-        name = ""
         for _, offset, place in together:
             for skip in range(0, place.length, piece_bytes):
                 length = min(piece_bytes, place.length - skip)
                 at = offset + skip
                 if parts and (at != end or at + length - begin > piece_bytes):
-                    yield Piece(file, begin, end - begin, tuple(parts), name)
+                    yield Piece(file, begin, end - begin, tuple(parts))
                     parts = []
                 if not parts:
-                    begin, name = at, place.name
+                    begin = at
                 parts.append((at - begin, length, place.start + skip))
                 end = at + length
         if parts:
-            yield Piece(file, begin, end - begin, tuple(parts), name)
+            yield Piece(file, begin, end - begin, tuple(parts))

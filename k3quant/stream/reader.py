@@ -29,8 +29,8 @@ class Origin(Protocol):
     def files(self) -> OpenFiles:
         """The files, which the reader closes."""
 
-    def read_into(self, piece: Piece, skip: int, buffer: memoryview) -> None:
-        """Read a piece from a byte of it on; asked only for what could not be read quickly."""
+    def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
+        """Read bytes of one tensor; asked only for what could not be read quickly."""
 
     def count(self, length: int) -> None:
         """Take notice of bytes that were read."""
@@ -224,16 +224,18 @@ class ChunkReader:
             loaded.done.set()
 
     def _load_slowly(self, loaded: Loaded, piece: Piece, done: int) -> None:
-        """Read the rest of a piece in a way that says what is wrong; perhaps nothing is now."""
-        rest = np.empty(piece.length - done, dtype=np.uint8)
-        self._origin.read_into(piece, done, memoryview(rest.data))
-        source = torch.from_numpy(rest)
+        """Read the rest of a piece, tensor by tensor, in a way that says which cannot be read.
+
+        Perhaps nothing is wrong any more.
+        """
         with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
             for start, length, to in piece.parts:
                 skip = max(0, done - start)
                 if skip < length:
-                    at = start + skip - done
-                    loaded.data[to + skip : to + length].copy_(source[at : at + length - skip])
+                    rest = np.empty(length - skip, dtype=np.uint8)
+                    place = piece.offset + start + skip
+                    self._origin.read_into(piece.file, place, memoryview(rest.data))
+                    loaded.data[to + skip : to + length].copy_(torch.from_numpy(rest))
 
     def _fail(self, error: BaseException) -> None:
         with self._more:

@@ -151,7 +151,7 @@ def test_a_failed_read_names_file_and_tensor(oracle, copy_of, open_model):
         file.truncate(shard.stat().st_size // 2)
     with pytest.raises(
         IncompleteError,
-        match=r"^model-00003-of-000012.safetensors: .*, reading from tensor .*layers\.2\.",
+        match=r"^model-00003-of-000012.safetensors: .*, reading tensor .*layers\.2\.",
     ):
         _all_layers(model)
 

@@ -22,8 +22,7 @@ def chunk(layer: int, experts: tuple[int, ...] = (), pieces: int = 2, file: str 
         places={},
         stacks={},
         pieces=tuple(
-            Piece(file, i * each, each, ((0, each, SIZE - (i + 1) * each),), f"t{layer}.{i}")
-            for i in range(pieces)
+            Piece(file, i * each, each, ((0, each, SIZE - (i + 1) * each),)) for i in range(pieces)
         ),
         num_bytes=SIZE,
     )
@@ -33,7 +32,7 @@ class Folder:
     """Files that are read; what is asked for slowly is told to `slowly`."""
 
     def __init__(
-        self, root: Path, slowly: Callable[[Piece, int, memoryview], None] | None = None
+        self, root: Path, slowly: Callable[[str, int, memoryview], None] | None = None
     ) -> None:
         (root / "f").write_bytes(bytes(range(SIZE)))
         (root / "short").write_bytes(bytes(range(SIZE - 5)))
@@ -41,9 +40,9 @@ class Folder:
         self.counted: list[int] = []
         self.slowly = slowly
 
-    def read_into(self, piece: Piece, skip: int, buffer: memoryview) -> None:
+    def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
         assert self.slowly is not None
-        self.slowly(piece, skip, buffer)
+        self.slowly(file, offset, buffer)
 
     def count(self, length: int) -> None:
         self.counted.append(length)
@@ -85,11 +84,11 @@ def test_no_more_is_read_than_there_are_arenas(tmp_path: Path) -> None:
 
 
 def test_a_failed_read_is_raised_where_the_chunk_is_taken(tmp_path: Path) -> None:
-    def fail(piece: Piece, skip: int, buffer: memoryview) -> None:
-        raise ResourceError(f"{piece.name}: expected to read it, got input/output error")
+    def fail(file: str, offset: int, buffer: memoryview) -> None:
+        raise ResourceError(f"{file}: expected to read byte {offset}, got input/output error")
 
     opened = reader([chunk(1, file="short")], Folder(tmp_path, fail))
-    with pytest.raises(ResourceError, match=r"t1\.1: .* input/output"):
+    with pytest.raises(ResourceError, match=r"short: .* byte 32, got input/output"):
         opened.take()
     opened.close()
 
@@ -97,14 +96,14 @@ def test_a_failed_read_is_raised_where_the_chunk_is_taken(tmp_path: Path) -> Non
 def test_what_failed_once_and_can_be_read_again_is_put_in_its_place(tmp_path: Path) -> None:
     asked: list[tuple[str, int, int]] = []
 
-    def mend(piece: Piece, skip: int, buffer: memoryview) -> None:
-        asked.append((piece.name, skip, len(buffer)))
-        buffer[:] = bytes(range(piece.offset + skip, piece.offset + piece.length))
+    def mend(file: str, offset: int, buffer: memoryview) -> None:
+        asked.append((file, offset, len(buffer)))
+        buffer[:] = bytes(range(offset, offset + len(buffer)))
 
     opened = reader([chunk(1, file="short")], Folder(tmp_path, mend))
     runs = torch.arange(SIZE, dtype=torch.uint8).split(SIZE // 2)
     assert torch.equal(opened.take().data, torch.cat(runs[::-1]))
-    assert asked == [("t1.1", 0, SIZE // 2)]
+    assert asked == [("short", SIZE // 2, SIZE // 2)]
     opened.close()
 
 
