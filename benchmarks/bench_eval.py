@@ -4,6 +4,7 @@
     python benchmarks/bench_eval.py limit FOLDER --out R.json
     python benchmarks/bench_eval.py walk FOLDER --runs 16384:4096 16384:4096:20GB:40GB --out R.json
     python benchmarks/bench_eval.py cold FOLDER --out R.json
+    python benchmarks/bench_eval.py processor FOLDER --out benchmarks/results/eval-cpu.json
     python benchmarks/bench_eval.py collect R.json... --results benchmarks/results/eval-h200.json
 
 `make` writes seeded layers of the released widths: layer 0 (dense), layer 2 (KDA and experts) and
@@ -13,6 +14,9 @@ page cache as often as the release would be read from a disk. `limit` is a plain
 that reads the same files into pinned memory and copies them to the GPU, with the best of several
 lengths of a read. `cold` empties the page cache (as root) and takes a layer of experts as the walk
 does, beside `dd` of as cold a file; it computes nothing, so it needs no GPU, only the disk.
+`processor` evaluates five ids on a sparse checkpoint of the released size, 1.56 TB of holes,
+without a GPU: what a walk costs in memory and in everything but the disk. All ids choose the same
+experts.
 
 Seconds are wall time from the first embedding row to the last loss, after five layers that compile
 and tune the kernels. GFLOP count products of the
@@ -23,6 +27,7 @@ import argparse
 import json
 import os
 import subprocess
+import sys
 import threading
 import time
 from contextlib import closing
@@ -57,6 +62,16 @@ PIECES = (8 << 20, 16 << 20, 32 << 20)
 COLD_BYTES = 4 << 30
 COLD_ARENA_BYTES = 9_000_000_000
 COLD_TOKENS = 4096
+PROCESSOR = """
+import sys
+from pathlib import Path
+from k3quant.cli.main import app
+try:
+    app(["eval", sys.argv[1], "--tokens", sys.argv[2], "--dtype", "bfloat16", "--json"])
+except SystemExit as end:
+    assert not end.code, end.code
+print(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0], file=sys.stderr)
+"""
 COLD_LAYERS = (2, 3)  # one of each kind with experts, so that nothing is read twice
 
 
@@ -250,6 +265,26 @@ def cold(checkpoint: Checkpoint, rounds: int = 3) -> dict[str, Any]:
     }
 
 
+def processor(folder: Path) -> dict[str, Any]:
+    """Evaluate a sparse checkpoint in a process of its own."""
+    synth(load_config("kimi-k3"), folder / "sparse", sparse=True)
+    np.save(folder / "ids.npy", np.arange(5))
+    began = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-c", PROCESSOR, folder / "sparse", folder / "ids.npy"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    seconds = time.perf_counter() - began
+    summary = json.loads(done.stdout)["summary"]
+    return {
+        "kind": "processor",
+        "environment": environment("torch", "numba"),
+        "seconds": seconds,
+        "peak_rss_bytes": int(done.stderr.split()[-1]) * 1024,
+        **{key: summary[key] for key in ("bytes_read", "checkpoint_bytes", "tokens_scored", "ppl")},
+    }
+
+
 def walk(checkpoint: Checkpoint, run: str) -> dict[str, Any]:
     """Walk once; a run is TOKENS:WINDOW, then perhaps :VRAM:RAM."""
     tokens, ctx, vram, ram = (*run.split(":"), "", "")[:4]
@@ -318,7 +353,7 @@ def walk(checkpoint: Checkpoint, run: str) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["make", "limit", "walk", "cold", "collect"])
+    parser.add_argument("what", choices=["make", "limit", "walk", "cold", "processor", "collect"])
     parser.add_argument("paths", type=Path, nargs="+")
     parser.add_argument("--experts", type=int)
     parser.add_argument("--runs", nargs="+", default=["16384:4096"])
@@ -333,6 +368,9 @@ def main() -> None:
         print(json.dumps(found[0]), flush=True)
     elif args.what == "cold":
         found = [cold(replayed(args.paths[0]))]
+        print(json.dumps(found[0]), flush=True)
+    elif args.what == "processor":
+        found = [processor(args.paths[0])]
         print(json.dumps(found[0]), flush=True)
     elif args.what == "walk":
         checkpoint = replayed(args.paths[0])
